@@ -1,0 +1,54 @@
+"""python -m t2r <command>: dispatch, nothing else."""
+
+import ast
+import importlib.util
+import os
+import pkgutil
+import sys
+
+from absl import flags
+
+
+def main(arguments: list[str]) -> int:
+    """Runs a command; bad input is one message and status 2, anything else that goes wrong keeps its traceback."""
+    from t2r import commands
+
+    names = sorted(module.name for module in pkgutil.iter_modules(commands.__path__))
+    if not arguments or arguments[0] not in names:
+        asked_for_help = bool(arguments) and arguments[0] in ("help", "--help", "-h")
+        if arguments and not asked_for_help:
+            print(f"unknown command {arguments[0]!r}", file=sys.stderr)
+        lines = (f"  {name:<11} {_summary(name)}" for name in names)
+        print("usage: python -m t2r COMMAND ...  (COMMAND --help says more)\n\n" + "\n".join(lines))
+        return 0 if asked_for_help else 2
+    command = importlib.import_module(f"t2r.commands.{arguments[0]}")
+    if {"--help", "-h", "-help"} & set(arguments):
+        print(command.__doc__ + "\n" + flags.FLAGS.module_help(command))
+        return 0
+
+    from t2r.console import finish
+    from t2r.errors import InputError
+
+    try:
+        rest = flags.FLAGS(arguments)[1:]
+        if rest:
+            raise InputError(f"unexpected arguments {' '.join(rest)}: flags are written --name=value")
+        finish(command.main())
+    except (InputError, flags.Error) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; what was saved is intact, and the same command goes on from it", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _summary(name: str) -> str:
+    # Read, not imported: commands define the same flags, and only one may be loaded.
+    source = importlib.util.find_spec(f"t2r.commands.{name}").loader.get_source(f"t2r.commands.{name}")
+    return ast.get_docstring(ast.parse(source)).splitlines()[0]
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Softmax attention, linear attention, and the modules that hold them."""

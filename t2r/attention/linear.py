@@ -1,0 +1,198 @@
+"""Linear attention as pure functions: quadratic, chunked, recurrent. One signature, one function of the inputs.
+
+With S = Σ φ(k_j) ⊗ v_j and z = Σ φ(k_j) over the keys a query may see (those of `state`, then those of
+this call), the output is φ(q)·S / normalizer(φ(q)·z). Queries φ(q): (b, n, g, r, k), keys φ(k):
+(b, m, g, k), values: (b, m, g, d); dimensions as in `feature_map.py`. `mask` (b, m) is False where a key
+is padding: it then enters neither S nor z. Each form returns the output (b, n, g, r, d), in the values'
+type, and the state after the last key, in float32.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from t2r.attention.feature_map import Features, Normalizer
+
+# Stands for −∞ where −∞ − (−∞) must not become NaN.
+LOWEST = -1e30
+
+
+class LinearState(NamedTuple):
+    """All that linear attention remembers. S and z are kept relative to exp(log_scale) where φ needs it."""
+
+    S: Float[Array, "b g k d"]
+    z: Float[Array, "b g k"]
+    log_scale: Float[Array, "b g"] | None = None
+
+    @classmethod
+    def zeros(cls, batch: int, heads: int, features: int, head_dim: int, *, scaled: bool = False) -> "LinearState":
+        """The state before the first token; `scaled` for maps whose keys carry a log_scale."""
+        log_scale = jnp.full((batch, heads), LOWEST) if scaled else None
+        return cls(jnp.zeros((batch, heads, features, head_dim)), jnp.zeros((batch, heads, features)), log_scale)
+
+
+def update(state: LinearState, k: Features, v: Array, mask: Bool[Array, "b m"] | None = None) -> LinearState:
+    """Adds any number of keys and values to S and z."""
+    k = _without_padding(k, mask)
+    S, z, log_scale = state
+    values = k.values.astype(jnp.float32)
+    if k.log_scale is not None:
+        log_scale = jnp.maximum(state.log_scale, k.log_scale.max(1))
+        values = values * jnp.exp(k.log_scale - log_scale[:, None])[..., None]
+        shrink = jnp.exp(state.log_scale - log_scale)
+        S, z = S * shrink[..., None, None], z * shrink[..., None]
+    S = S + jnp.einsum("bmgk,bmgd->bgkd", values, v.astype(jnp.float32))
+    return LinearState(S, z + values.sum(1), log_scale)
+
+
+def read(state: LinearState, q: Features, normalizer: Normalizer, dtype=None) -> Float[Array, "b n g r d"]:
+    """What the queries see in the state: φ(q)·S / normalizer(φ(q)·z)."""
+    values = q.values.astype(jnp.float32)
+    above = jnp.einsum("bngrk,bgkd->bngrd", values, state.S)
+    below = jnp.einsum("bngrk,bgk->bngr", values, state.z)
+    return (above / normalizer(below)[..., None]).astype(dtype or q.values.dtype)
+
+
+def quadratic(
+    q: Features,
+    k: Features,
+    v: Float[Array, "b m g d"],
+    normalizer: Normalizer,
+    *,
+    state: LinearState | None = None,
+    mask: Bool[Array, "b m"] | None = None,
+    causal: bool = True,
+    dropout: float = 0.0,
+    key: PRNGKeyArray | None = None,
+) -> tuple[Float[Array, "b n g r d"], LinearState]:
+    """The definition: all pairs of query and key. Alone in having dropout, which falls on normalised weights."""
+    state = initial_state(k, v) if state is None else state
+    similarity, kept = _similarities(q, k, state, mask, causal)
+    older = q.values.astype(jnp.float32) * kept
+    below = jnp.einsum("bngrk,bgk->bgnr", older, state.z) + similarity.sum(-1)
+    divisor = normalizer(below)[..., None]
+    weights = similarity / divisor
+    if dropout and key is not None:
+        weights *= jax.random.bernoulli(key, 1 - dropout, weights.shape) / (1 - dropout)
+    out = jnp.einsum("bgnrm,bmgd->bgnrd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out += jnp.einsum("bngrk,bgkd->bgnrd", older, state.S) / divisor
+    return jnp.moveaxis(out, 1, 2).astype(v.dtype), update(state, k, v, mask)
+
+
+def weights(
+    q: Features, k: Features, normalizer: Normalizer, *, mask: Array | None = None, causal: bool = True
+) -> Float[Array, "b g n r m"]:
+    """The attention distribution itself, for analysis."""
+    state = initial_state(k, jnp.zeros((*k.values.shape[:-1], 0)))
+    similarity, _ = _similarities(q, k, state, mask, causal)
+    return similarity / normalizer(similarity.sum(-1))[..., None]
+
+
+def chunked(
+    q: Features,
+    k: Features,
+    v: Float[Array, "b m g d"],
+    normalizer: Normalizer,
+    *,
+    state: LinearState | None = None,
+    mask: Bool[Array, "b m"] | None = None,
+    causal: bool = True,
+    chunk: int = 64,
+) -> tuple[Float[Array, "b n g r d"], LinearState]:
+    """Quadratic within chunks, recurrent between them: linear in length, and still matrix products."""
+    state = initial_state(k, v) if state is None else state
+    if not causal:  # every query sees every key, so there is nothing to cut
+        state = update(state, k, v, mask)
+        return read(state, q, normalizer, v.dtype), state
+
+    batch, length = v.shape[:2]
+    count = -(-length // chunk)
+    mask = jnp.ones((batch, length), bool) if mask is None else mask
+
+    def cut(x: Array) -> Array:  # (b, n, …) → (chunks, b, chunk, …), the end padded and so masked
+        x = jnp.pad(x, [(0, 0), (0, count * chunk - length)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(batch, count, chunk, *x.shape[2:]), 1, 0)
+
+    def one_chunk(state, inputs):
+        q, k, v, mask = inputs
+        out, state = quadratic(q, k, v, normalizer, state=state, mask=mask)
+        return state, out
+
+    state, out = jax.lax.scan(one_chunk, state, jax.tree.map(cut, (q, k, v, mask)))
+    return jnp.moveaxis(out, 0, 1).reshape(batch, count * chunk, *out.shape[3:])[:, :length], state
+
+
+def recurrent(
+    q: Features,
+    k: Features,
+    v: Float[Array, "b m g d"],
+    normalizer: Normalizer,
+    *,
+    state: LinearState | None = None,
+    mask: Bool[Array, "b m"] | None = None,
+    causal: bool = True,
+) -> tuple[Float[Array, "b n g r d"], LinearState]:
+    """The RNN: for each token, update S and z, then read them."""
+    state = initial_state(k, v) if state is None else state
+    mask = jnp.ones(v.shape[:2], bool) if mask is None else mask
+
+    def step(state, inputs):
+        q, k, v, mask = jax.tree.map(lambda x: x[:, None], inputs)
+        state = update(state, k, v, mask)
+        return state, read(state, q, normalizer, v.dtype)[:, 0] if causal else None
+
+    per_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q if causal else None, k, v, mask))
+    if causal:
+        state, out = jax.lax.scan(step, state, per_token, unroll=v.shape[1] == 1)
+        return jnp.moveaxis(out, 0, 1), state
+    state, _ = jax.lax.scan(step, state, per_token)
+    return read(state, q, normalizer, v.dtype), state
+
+
+def causal_attention(
+    q: Features, k: Features, v: Array, normalizer: Normalizer, *, state=None, mask=None, dropout=0.0, key=None
+) -> tuple[Array, LinearState]:
+    """Causal attention in the form that suits the length. The one place that chooses."""
+    length = v.shape[1]
+    if dropout and key is not None:
+        return quadratic(q, k, v, normalizer, state=state, mask=mask, dropout=dropout, key=key)
+    if length == 1:
+        return recurrent(q, k, v, normalizer, state=state, mask=mask)
+    form = quadratic if length <= 128 else chunked
+    return form(q, k, v, normalizer, state=state, mask=mask)
+
+
+def initial_state(k: Features, v: Array) -> LinearState:
+    """The empty state that fits these keys and values."""
+    batch, _, heads, features = k.values.shape
+    return LinearState.zeros(batch, heads, features, v.shape[-1], scaled=k.log_scale is not None)
+
+
+def _without_padding(k: Features, mask: Array | None) -> Features:
+    if mask is None:
+        return k
+    values = jnp.where(mask[..., None, None], k.values, 0)
+    return Features(values, None if k.log_scale is None else jnp.where(mask[..., None], k.log_scale, LOWEST))
+
+
+def _similarities(q: Features, k: Features, state: LinearState, mask, causal) -> tuple[Array, Array | float]:
+    """φ(q)·φ(k) of all pairs (b, g, n, r, m), zero where not allowed, and the factor left to the older state.
+
+    With a log_scale both are relative to the running maximum that the recurrent form would have at each query.
+    """
+    k = _without_padding(k, mask)
+    n, m = q.values.shape[1], k.values.shape[1]
+    similarity = jnp.einsum("bngrk,bmgk->bgnrm", q.values, k.values, preferred_element_type=jnp.float32)
+    kept = 1.0
+    if k.log_scale is not None:
+        last = jax.lax.cummax(k.log_scale, axis=1) if causal else k.log_scale.max(1, keepdims=True)
+        running = jnp.maximum(last, state.log_scale[:, None])  # (b, n or 1, g)
+        scale = k.log_scale.mT[:, :, None, :] - running.mT[..., None]  # (b, g, n or 1, m)
+        similarity *= jnp.exp(jnp.minimum(scale, 0))[:, :, :, None]  # above 0 only where causality forbids
+        kept = jnp.exp(state.log_scale[:, None] - running)[..., None, None]
+    if causal:
+        allowed = jnp.arange(m) <= jnp.arange(n)[:, None]
+        similarity = jnp.where(allowed[:, None, :], similarity, 0)
+    return similarity, kept

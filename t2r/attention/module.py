@@ -1,0 +1,223 @@
+"""The modules: softmax, linear and merged linear attention behind one interface.
+
+Causal self-attention is a call: `out, state = attention(x, state=state)`. Attention over a sequence that
+is known whole, one's own (bidirectional) or another's (cross), is two steps: `state = remember(source)`
+once, then `out = recall(x, state)` as often as needed. The state is a `KVCache` or a `LinearState`.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from t2r.attention import linear, softmax
+from t2r.attention.feature_map import Features, T2R, feature_map_class
+from t2r.attention.linear import LinearState
+from t2r.attention.rotary import rotate
+from t2r.attention.softmax import KVCache
+from t2r.errors import InputError
+
+State = KVCache | LinearState
+_xavier = nnx.initializers.xavier_uniform()
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of multihead attention, the same before and after conversion."""
+
+    width: int  # of the residual stream
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bias: bool
+    rope_theta: float | None = None  # None: no rotary positions
+    dropout: float = 0.0
+    dtype: str = "float32"  # of activations; parameters are float32
+
+    @property
+    def query_scale(self) -> float:
+        """d^-½."""
+        return self.head_dim**-0.5
+
+
+def projection(shape: Heads, heads: int, size: int, rngs: nnx.Rngs, *, bias: bool | None = None) -> nnx.LinearGeneral:
+    """width → (heads, size)."""
+    return nnx.LinearGeneral(
+        shape.width,
+        (heads, size),
+        use_bias=shape.bias if bias is None else bias,
+        dtype=jnp.dtype(shape.dtype),
+        kernel_init=_xavier,
+        rngs=rngs,
+    )
+
+
+class _Attention(nnx.Module):
+    """What the three kinds share: values, output, and the path of a call."""
+
+    def __init__(self, shape: Heads, *, rngs: nnx.Rngs):
+        self.shape = shape
+        self.value = projection(shape, shape.kv_heads, shape.head_dim, rngs)
+        self.out = nnx.LinearGeneral(
+            (shape.heads, shape.head_dim),
+            shape.width,
+            axis=(-2, -1),
+            use_bias=shape.bias,
+            dtype=jnp.dtype(shape.dtype),
+            kernel_init=_xavier,
+            rngs=rngs,
+        )
+
+    def _grouped(self, q: Float[Array, "b n h d"]) -> Float[Array, "b n g r d"]:
+        return q.reshape(*q.shape[:2], self.shape.kv_heads, -1, q.shape[-1])
+
+    def _finish(self, out: Float[Array, "b n g r d"]) -> Float[Array, "b n width"]:
+        return self.out(out.reshape(*out.shape[:2], self.shape.heads, self.shape.head_dim))
+
+
+class _Projected(_Attention):
+    """Attention that builds queries and keys."""
+
+    def __init__(self, shape: Heads, *, rngs: nnx.Rngs):
+        super().__init__(shape, rngs=rngs)
+        self.query = projection(shape, shape.heads, shape.head_dim, rngs)
+        self.key = projection(shape, shape.kv_heads, shape.head_dim, rngs)
+
+    def queries(self, x: Float[Array, "b n width"], positions: Int[Array, "b n"] | None) -> Float[Array, "b n g r d"]:
+        return self._grouped(self._rotated(self.query(x), positions))
+
+    def keys(self, x: Float[Array, "b m width"], positions: Int[Array, "b m"] | None) -> Float[Array, "b m g d"]:
+        return self._rotated(self.key(x), positions)
+
+    def _rotated(self, x: Array, positions: Array | None) -> Array:
+        if self.shape.rope_theta is None:
+            return x
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+        return rotate(x, positions, self.shape.rope_theta)
+
+
+class SoftmaxAttention(_Projected):
+    """The transformer's attention."""
+
+    def init_state(self, batch: int, capacity: int) -> KVCache:
+        shape = self.shape
+        return KVCache.zeros(batch, capacity, shape.kv_heads, shape.head_dim, jnp.dtype(shape.dtype))
+
+    def __call__(
+        self,
+        x: Float[Array, "b n width"],
+        *,
+        state: KVCache | None = None,
+        mask: Bool[Array, "b n"] | None = None,
+        positions: Int[Array, "b n"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "b n width"], KVCache | None]:
+        q, k, v = self.queries(x, positions), self.keys(x, positions), self.value(x)
+        if state is None:
+            k, v, allowed = softmax.heads_first(k), softmax.heads_first(v), softmax.causal_mask(x.shape[1], mask)
+        else:
+            state = softmax.append(state, k, v, mask)
+            k, v, allowed = state.k, state.v, softmax.cached_mask(state, x.shape[1])
+        out = softmax.attend(q, k, v, allowed, self.shape.query_scale, dropout=self.shape.dropout, key=key)
+        return self._finish(out), state
+
+    def remember(self, source: Array, *, mask=None, positions=None, key: PRNGKeyArray | None = None) -> KVCache:
+        k, v = self.keys(source, positions), self.value(source)
+        return softmax.append(self.init_state(*source.shape[:2]), k, v, mask)
+
+    def recall(self, x: Array, state: KVCache, *, positions=None, key: PRNGKeyArray | None = None) -> Array:
+        allowed = state.valid[:, None, :]
+        q = self.queries(x, positions)
+        out = softmax.attend(q, state.k, state.v, allowed, self.shape.query_scale, dropout=self.shape.dropout, key=key)
+        return self._finish(out)
+
+
+class _Linear(_Attention):
+    """What linear attention does once φ(q) and φ(k) are there."""
+
+    def query_features(self, x: Array, positions: Array | None, key: PRNGKeyArray | None) -> Features:
+        raise NotImplementedError
+
+    def key_features(self, x: Array, positions: Array | None, key: PRNGKeyArray | None) -> Features:
+        raise NotImplementedError
+
+    def init_state(self, batch: int, capacity: int) -> LinearState:
+        """The empty state; its size does not depend on `capacity`."""
+        token = jax.ShapeDtypeStruct((batch, 1, self.shape.width), jnp.float32)
+        k = jax.eval_shape(lambda x: self.key_features(x, None, None), token)
+        return linear.initial_state(k, jnp.zeros((batch, 1, self.shape.kv_heads, self.shape.head_dim)))
+
+    def __call__(
+        self,
+        x: Float[Array, "b n width"],
+        *,
+        state: LinearState | None = None,
+        mask: Bool[Array, "b n"] | None = None,
+        positions: Int[Array, "b n"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "b n width"], LinearState]:
+        q, k = self.query_features(x, positions, key), self.key_features(x, positions, key)
+        dropout_key = None if key is None else jax.random.fold_in(key, 1)  # φ draws from `key` itself
+        out, state = linear.causal_attention(
+            q, k, self.value(x), self.normalizer, state=state, mask=mask, dropout=self.shape.dropout, key=dropout_key
+        )
+        return self._finish(out), state
+
+    def remember(self, source: Array, *, mask=None, positions=None, key: PRNGKeyArray | None = None) -> LinearState:
+        k, v = self.key_features(source, positions, key), self.value(source)
+        return linear.update(linear.initial_state(k, v), k, v, mask)
+
+    def recall(self, x: Array, state: LinearState, *, positions=None, key: PRNGKeyArray | None = None) -> Array:
+        q = self.query_features(x, positions, key)
+        return self._finish(linear.read(state, q, self.normalizer))
+
+
+class LinearAttention(_Linear, _Projected):
+    """Queries and keys as in the transformer, then φ, then linear attention."""
+
+    def __init__(self, shape: Heads, feature_map: str, features: int | None, *, rngs: nnx.Rngs):
+        super().__init__(shape, rngs=rngs)
+        self.feature_map = make_feature_map(shape, feature_map, features, rngs=rngs)
+
+    @property
+    def normalizer(self):
+        return self.feature_map.normalizer
+
+    def query_features(self, x: Array, positions: Array | None, key: PRNGKeyArray | None) -> Features:
+        return self.feature_map(self.queries(x, positions), is_query=True, key=key)
+
+    def key_features(self, x: Array, positions: Array | None, key: PRNGKeyArray | None) -> Features:
+        return self.feature_map(self.keys(x, positions), is_query=False, key=key)
+
+
+class MergedLinearAttention(_Linear):
+    """T2R for inference: φ folded into the projections, so that queries and keys are never built.
+
+    φ(q) = relu(W̃q x + b̃q) and φ(k) = relu(W̃k x + b̃k); see `t2r.convert.merge` for W̃ and b̃.
+    """
+
+    normalizer = T2R.normalizer
+
+    def __init__(self, shape: Heads, features: int, *, rngs: nnx.Rngs):
+        super().__init__(shape, rngs=rngs)
+        self.query = projection(shape, shape.heads, features, rngs, bias=True)
+        self.key = projection(shape, shape.kv_heads, features, rngs, bias=True)
+
+    def query_features(self, x: Array, positions: Array | None, key: PRNGKeyArray | None) -> Features:
+        return Features(jax.nn.relu(self._grouped(self.query(x))))
+
+    def key_features(self, x: Array, positions: Array | None, key: PRNGKeyArray | None) -> Features:
+        return Features(jax.nn.relu(self.key(x)))
+
+
+def make_feature_map(shape: Heads, name: str, features: int | None, *, rngs: nnx.Rngs) -> nnx.Module:
+    """A feature map by name, for attention of this shape; `features` None takes the map's own default."""
+    kind = feature_map_class(name)
+    if features is None:
+        features = kind.default_features or shape.head_dim
+    if features < 1:
+        raise InputError(f"features={features}: a feature map needs at least 1 feature")
+    return kind(shape.kv_heads, shape.head_dim, features, query_scale=shape.query_scale, rngs=rngs)

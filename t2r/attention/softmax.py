@@ -1,0 +1,88 @@
+"""Softmax attention: over the keys at hand, and over a cache that grows by a token a step.
+
+Queries (b, n, g, r, d); dimensions as in `feature_map.py`. Keys and values come as (b, m, g, d) and are
+kept as (b, g, m, d): a decoding step then reads the cache as it lies in memory.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+NEGATIVE = -1e30  # finite, so that a query that may see nothing (padding) gives no NaN
+
+
+class KVCache(NamedTuple):
+    """All keys and values so far, in arrays of fixed capacity."""
+
+    k: Float[Array, "b g capacity d"]
+    v: Float[Array, "b g capacity d"]
+    valid: Bool[Array, "b capacity"]  # False for padding and for slots not yet written
+    index: Int[Array, ""]  # the next slot; the same for the whole batch
+
+    @classmethod
+    def zeros(cls, batch: int, capacity: int, heads: int, head_dim: int, dtype) -> "KVCache":
+        """An empty cache."""
+        keys = jnp.zeros((batch, heads, capacity, head_dim), dtype)
+        return cls(keys, keys, jnp.zeros((batch, capacity), bool), jnp.zeros((), jnp.int32))
+
+
+def append(cache: KVCache, k: Array, v: Array, mask: Bool[Array, "b m"] | None = None) -> KVCache:
+    """Writes keys and values into the next slots. Their number must fit: see `grow`."""
+    mask = jnp.ones(k.shape[:2], bool) if mask is None else mask
+    start = cache.index
+    return KVCache(
+        jax.lax.dynamic_update_slice(cache.k, heads_first(k.astype(cache.k.dtype)), (0, 0, start, 0)),
+        jax.lax.dynamic_update_slice(cache.v, heads_first(v.astype(cache.v.dtype)), (0, 0, start, 0)),
+        jax.lax.dynamic_update_slice(cache.valid, mask, (0, start)),
+        start + k.shape[1],
+    )
+
+
+def grow(cache: KVCache, capacity: int) -> KVCache:
+    """The same cache with room for `capacity` tokens in all."""
+    extra = (0, max(0, capacity - cache.valid.shape[1]))
+    keys = [(0, 0), (0, 0), extra, (0, 0)]
+    return KVCache(jnp.pad(cache.k, keys), jnp.pad(cache.v, keys), jnp.pad(cache.valid, [(0, 0), extra]), cache.index)
+
+
+def heads_first(x: Float[Array, "b m g d"]) -> Float[Array, "b g m d"]:
+    """The layout in which keys and values are kept."""
+    return jnp.swapaxes(x, 1, 2)
+
+
+def weights(q: Array, k: Array, allowed: Bool[Array, "#b #n m"], scale: float) -> Float[Array, "b g n r m"]:
+    """The attention distribution, in float32."""
+    logits = jnp.einsum("bngrd,bgmd->bgnrm", q * scale, k, preferred_element_type=jnp.float32)
+    return jax.nn.softmax(jnp.where(allowed[:, None, :, None, :], logits, NEGATIVE), axis=-1)
+
+
+def attend(
+    q: Float[Array, "b n g r d"],
+    k: Float[Array, "b g m d"],
+    v: Float[Array, "b g m d"],
+    allowed: Bool[Array, "#b #n m"],
+    scale: float,
+    *,
+    dropout: float = 0.0,
+    key: PRNGKeyArray | None = None,
+) -> Float[Array, "b n g r d"]:
+    """Σ softmax(scale · q·k) v over the allowed keys."""
+    distribution = weights(q, k, allowed, scale)
+    if dropout and key is not None:
+        distribution *= jax.random.bernoulli(key, 1 - dropout, distribution.shape) / (1 - dropout)
+    return jnp.einsum("bgnrm,bgmd->bngrd", distribution.astype(v.dtype), v)
+
+
+def causal_mask(length: int, mask: Bool[Array, "b m"] | None = None) -> Bool[Array, "#b n m"]:
+    """Which keys each query of the same sequence may see."""
+    allowed = (jnp.arange(length) <= jnp.arange(length)[:, None])[None]
+    return allowed if mask is None else allowed & mask[:, None, :]
+
+
+def cached_mask(cache: KVCache, length: int) -> Bool[Array, "b n m"]:
+    """Which slots the queries of the last `length` tokens written may see."""
+    slots = jnp.arange(cache.valid.shape[1])
+    queries = cache.index - length + jnp.arange(length)
+    return (slots <= queries[:, None])[None] & cache.valid[:, None, :]

@@ -1,0 +1,28 @@
+"""Train or finetune a model from a config; start again with the same command to continue.
+
+python -m t2r train --config=configs/NAME.py[:VARIANT] --workdir=DIR [--config.FIELD=VALUE ...]
+
+The work directory gets the resolved config, metrics.jsonl, TensorBoard scalars, checkpoints, and at the end model/,
+a model directory for all other commands.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+_CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file of the run, with an optional :VARIANT.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; made if it is not there.", required=True)
+
+
+def main() -> dict[str, Any]:
+    from t2r.console import table
+    from t2r.errors import InputError
+    from t2r.train.trainer import train
+
+    if _CONFIG.value is None:
+        raise InputError("--config is missing: name a file such as configs/tiny_lm.py")
+    result = train(_CONFIG.value, Path(_WORKDIR.value))
+    print(table(["result", ""], result.items()))
+    return result

@@ -1,0 +1,85 @@
+"""What commands print: progress while they work, a table for people, one line of JSON for programs."""
+
+import json
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Progress:
+    """A progress bar with an ETA on a terminal, a plain line now and then elsewhere. Goes to standard error."""
+
+    seconds_between_lines = 10.0
+
+    def __init__(self, name: str, total: int, done: int = 0, *, quiet: bool = False):
+        self._name, self._total, self._done, self._first = name, total, done, done
+        self._start = self._last_line = time.monotonic()
+        self._quiet = quiet
+        terminal = sys.stderr.isatty() and not quiet
+        self._bar = tqdm(total=total, initial=done, desc=name, dynamic_ncols=True) if terminal else None
+
+    def advance(self, count: int = 1, **shown: Any) -> None:
+        """Moves on, with numbers to show beside the bar."""
+        self._done += count
+        if self._bar is not None:
+            self._bar.set_postfix({name: short(value) for name, value in shown.items()}, refresh=False)
+            self._bar.update(count)
+            return
+        now = time.monotonic()
+        if self._quiet:
+            return
+        if now - self._last_line >= self.seconds_between_lines or self._done >= self._total:
+            self._last_line = now
+            left = (now - self._start) / max(self._done - self._first, 1) * (self._total - self._done)
+            numbers = "".join(f", {name} {short(value)}" for name, value in shown.items())
+            self.say(f"{self._name} {self._done}/{self._total}{numbers}, {left:.0f} s left")
+
+    def say(self, line: str) -> None:
+        """A line above the bar."""
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def say(line: str) -> None:
+    """A line about what goes on, for people."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def table(headers: list[str], rows: Iterable[Iterable[Any]]) -> str:
+    """Aligned columns: names to the left, numbers to the right."""
+    cells = [[short(cell) for cell in row] for row in rows]
+    widths = [max(len(line[column]) for line in [headers, *cells]) for column in range(len(headers))]
+
+    def line(row: list[str]) -> str:
+        aligned = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
+        return "  ".join(aligned).rstrip()
+
+    return "\n".join([line(headers), "  ".join("-" * width for width in widths), *map(line, cells)])
+
+
+def short(value: Any) -> str:
+    """A number as a person would write it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def finish(result: dict[str, Any]) -> None:
+    """The last line of every command."""
+    print(json.dumps(result), flush=True)

@@ -1,0 +1,1 @@
+"""From a pretrained transformer to an RNN, and to and from disk."""

@@ -1,0 +1,114 @@
+"""A model is a directory: config.json, model.safetensors, the tokenizer, provenance.json."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from t2r.data.tokenizer import Tokenizer, load_tokenizer
+from t2r.errors import InputError, raise_all
+from t2r.model.config import RUNTIME_FIELDS, ModelConfig, from_dict
+from t2r.model.parameters import abstract_model, arrays_of, with_arrays
+from t2r.model.transformer import LanguageModel
+
+FORMAT = "t2r/1"
+PRETRAINED = Path(__file__).parent.parent / "pretrained"
+
+
+class Model(NamedTuple):
+    """What a directory holds."""
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    provenance: dict[str, Any]  # {"history": [what was done, oldest first]}
+
+
+def resolve(name: str) -> Path:
+    """A directory from what a user typed: a path, or builtin:NAME for a model that ships with the package."""
+    if not name.startswith("builtin:"):
+        return Path(name)
+    path = PRETRAINED / name.removeprefix("builtin:")
+    if not path.is_dir():
+        shipped = sorted(p.name for p in PRETRAINED.glob("*") if p.is_dir())
+        raise InputError(f"no model {name!r} ships with t2r: there is {', '.join(f'builtin:{n}' for n in shipped)}")
+    return path
+
+
+def save(path: Path, content: Model, *, replace: bool = False, dtype: str = "float32") -> None:
+    """Writes the directory whole or not at all. One that exists is an error, or replaced once the new one is ready."""
+    if path.exists() and not replace:
+        raise InputError(f"{path} exists already: choose another output or remove it")
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    config = {"format": FORMAT, "family": "language_model", **content.model.config.to_dict()}
+    (unfinished / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    arrays = {name: np.asarray(array).astype(dtype) for name, array in arrays_of(content.model).items()}
+    save_file(arrays, unfinished / "model.safetensors")
+    content.tokenizer.save(unfinished)
+    (unfinished / "provenance.json").write_text(json.dumps(content.provenance, indent=1) + "\n")
+    old = path.with_name(f"{path.name}.{os.getpid()}.old")
+    if path.exists():
+        path.rename(old)
+    unfinished.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load(path: str | Path, **runtime: Any) -> Model:
+    """Reads a directory; `runtime` overrides fields that leave the parameters alone, such as dtype and dropout."""
+    path = resolve(str(path))
+    config = load_config(path, **runtime)
+    model = with_arrays(abstract_model(config), load_arrays(path / "model.safetensors", config))
+    return Model(model, load_tokenizer(path), json.loads(_read(path / "provenance.json")))
+
+
+def load_config(path: Path, **runtime: Any) -> ModelConfig:
+    """The model config of a directory."""
+    raise_all(
+        "a pretrained model's architecture is fixed:",
+        [f"model.{name} cannot be set; {', '.join(RUNTIME_FIELDS)} can" for name in runtime if name not in RUNTIME_FIELDS],
+    )
+    try:
+        fields = json.loads(_read(path / "config.json"))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path / 'config.json'} is not JSON: {error}") from None
+    if fields.pop("format", None) != FORMAT:
+        raise InputError(f"{path} is not a t2r model directory: its config.json has no format {FORMAT!r}")
+    fields.pop("family")
+    return from_dict({**fields, **runtime})
+
+
+def load_arrays(path: Path, config: ModelConfig) -> dict[str, jnp.ndarray]:
+    """The model's arrays in float32; missing, unknown and misshapen ones are all listed in one error."""
+    if not path.exists():
+        raise InputError(f"no {path}: the model directory has lost its weights, copy or convert it again")
+    expected = {name: array.shape for name, array in arrays_of(abstract_model(config)).items()}
+    arrays, problems = {}, []
+    try:
+        with safe_open(path, framework="numpy") as file:
+            names = set(file.keys())
+            problems += [f"{name} is missing" for name in sorted(expected.keys() - names)]
+            problems += [f"{name} is unknown" for name in sorted(names - expected.keys())]
+            for name in sorted(names & expected.keys()):
+                shape = tuple(file.get_slice(name).get_shape())
+                if shape != expected[name]:
+                    problems.append(f"{name} has shape {shape}, the config asks for {expected[name]}")
+                elif not problems:
+                    arrays[name] = jnp.asarray(file.get_tensor(name), jnp.float32)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"cannot read {path}: {error}; it is damaged or cut short, copy it again") from None
+    raise_all(f"{path} does not fit its config.json:", problems)
+    return arrays
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"no {path}: give a t2r model directory, or builtin:NAME") from None

@@ -1,0 +1,61 @@
+"""The first step of conversion: softmax attention out, linear attention in, everything else kept."""
+
+import dataclasses
+
+from flax import nnx
+
+from t2r.attention.module import LinearAttention, SoftmaxAttention, make_feature_map
+from t2r.errors import InputError, raise_all
+from t2r.model.config import AttentionSpec
+from t2r.model.transformer import LanguageModel
+
+
+def swap(
+    model: LanguageModel, *, feature_map: str = "t2r", features: int | None = None, keep: str = "none", seed: int = 0
+) -> LanguageModel:
+    """The model with linear attention in all layers but those kept; parameters are shared with the original.
+
+    Only φ is new: projections, feed-forwards, norms and embeddings stay what they were.
+    """
+    spec = AttentionSpec("linear", feature_map, features)
+    raise_all("cannot swap:", spec.problems(model.config.head_dim))
+    kept = layers_to_keep(keep, len(model.blocks))
+    model = nnx.merge(*nnx.split(model))  # a new object around the same arrays
+    rngs = nnx.Rngs(seed)
+    specs = list(model.config.attention)
+    for layer, block in enumerate(model.blocks):
+        if layer not in kept and specs[layer].kind == "softmax":
+            block.attention = linearize(block.attention, feature_map, features, rngs=rngs)
+            specs[layer] = spec
+    if tuple(specs) == model.config.attention:
+        raise InputError(f"nothing to swap: keep={keep!r} leaves no softmax layer among {len(specs)}")
+    model.config = dataclasses.replace(model.config, attention=tuple(specs))
+    return model
+
+
+def linearize(
+    attention: SoftmaxAttention, feature_map: str, features: int | None, *, rngs: nnx.Rngs
+) -> LinearAttention:
+    """Linear attention with the projections of softmax attention and a fresh φ."""
+    # Built without arrays: all but φ are about to be replaced.
+    linear = nnx.eval_shape(lambda: LinearAttention(attention.shape, feature_map, features, rngs=nnx.Rngs(0)))
+    linear.query, linear.key = attention.query, attention.key
+    linear.value, linear.out = attention.value, attention.out
+    linear.feature_map = make_feature_map(attention.shape, feature_map, features, rngs=rngs)
+    return linear
+
+
+def layers_to_keep(keep: str, layers: int) -> set[int]:
+    """`none`; `every_4th` counted from the top, the paper's T2R 75%; or a list of layer numbers such as `0,4,8`."""
+    if keep == "none":
+        return set()
+    if keep == "every_4th":
+        return set(range(layers - 1, -1, -4))
+    try:
+        kept = {int(layer) for layer in keep.split(",")}
+    except ValueError:
+        raise InputError(f"keep={keep!r}: use none, every_4th, or layer numbers such as 0,4,8") from None
+    wrong = sorted(layer for layer in kept if not 0 <= layer < layers)
+    if wrong:
+        raise InputError(f"keep={keep!r}: the model has layers 0 to {layers - 1}, not {', '.join(map(str, wrong))}")
+    return kept

@@ -1,0 +1,108 @@
+"""Where text comes from: `builtin:pydoc` and `text:PATH`, each in three splits that do not overlap."""
+
+import ast
+import functools
+import gzip
+import sysconfig
+import zlib
+from pathlib import Path
+
+from t2r.errors import InputError
+
+SPLITS = ("train", "valid", "test")
+# Parts of the standard library that are tests, demonstrations or vendored packages, and other people's packages.
+_NOT_PROSE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo"}
+
+
+def load_documents(spec: str, split: str) -> list[str]:
+    """The documents of a split; `all` is the three together. A file is one document."""
+    if split not in (*SPLITS, "all"):
+        raise InputError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}, all")
+    kind, _, name = spec.partition(":")
+    if kind == "builtin" and name == "pydoc":
+        return [text for name, text in pydoc_documents().items() if split in ("all", split_of(name))]
+    if kind == "text" and name:
+        return [part_of(read_text(Path(name)), split)]
+    raise InputError(f"unknown data {spec!r}: use builtin:pydoc or text:PATH (.gz too)")
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 text file, decompressed if its name ends in .gz. Empty, binary and broken files are errors."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except FileNotFoundError:
+        raise InputError(f"no text file {path}: check the path after 'text:'") from None
+    except IsADirectoryError:
+        raise InputError(f"{path} is a folder: name one text file after 'text:'") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"cannot read {path}: {error}; if it is a .gz, it may be cut short") from None
+    if not data.strip():
+        raise InputError(f"{path} is empty: it holds {len(data)} bytes and no text")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None
+    if "\0" in text:
+        raise InputError(f"{path} is binary: it has a NUL byte at {text.index(chr(0))}; give plain text")
+    return text
+
+
+def part_of(text: str, split: str) -> str:
+    """The first 90% of a text's lines to train on, the next 5% to validate, the last 5% to test."""
+    if split == "all":
+        return text
+    lines = text.splitlines(keepends=True)
+    bounds = {"train": (0, 0.9), "valid": (0.9, 0.95), "test": (0.95, 1)}
+    low, high = (round(bound * len(lines)) for bound in bounds[split])
+    part = "".join(lines[low:high])
+    if not part.strip():
+        raise InputError(f"the text has {len(lines)} lines, too few for a {split} split: give a longer file")
+    return part
+
+
+def split_of(name: str) -> str:
+    """A document's split, from its name alone, so that all Python versions agree: 14, 1 and 1 of 16."""
+    bucket = zlib.crc32(f"pydoc:{name}".encode()) % 16
+    return {0: "valid", 1: "test"}.get(bucket, "train")
+
+
+@functools.cache
+def pydoc_documents() -> dict[str, str]:
+    """English prose that every CPython has: its documentation topics, and the standard library's docstrings.
+
+    name → text, a document for each topic and each module. A docstring that occurs twice is kept once, in training
+    if it occurs there, so that nothing in validation or test was trained on.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        topics = {}  # some distributions pack it apart; the docstrings remain
+    collected = {f"topic/{name}": [text.strip()] for name, text in sorted(topics.items())}
+    library = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(library.rglob("*.py")):
+        relative = path.relative_to(library)
+        if not _NOT_PROSE.intersection(relative.parts):
+            collected[f"module/{relative.as_posix()}"] = _docstrings(path)
+    seen, kept = set(), {}
+    for name in sorted(collected, key=lambda name: SPLITS.index(split_of(name))):
+        fresh = [text for text in dict.fromkeys(collected[name]) if text not in seen]
+        seen.update(fresh)
+        if fresh:
+            kept[name] = "\n\n".join(fresh)
+    if sum(map(len, kept.values())) < 200_000:
+        raise InputError(
+            f"this Python has almost no documentation in {library}: use a full CPython (on Debian, the packages "
+            "python3 and libpython3-stdlib), or text:PATH"
+        )
+    return {name: kept[name] for name in sorted(kept)}
+
+
+def _docstrings(path: Path) -> list[str]:
+    """A file's docstrings in order, read without importing it; nothing from files this Python cannot parse."""
+    try:
+        tree = ast.parse(path.read_text("utf-8"))
+    except (SyntaxError, UnicodeDecodeError, ValueError):
+        return []
+    places = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, places))
+    return [text for text in texts if text and "\0" not in text]

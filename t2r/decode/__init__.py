@@ -1,0 +1,1 @@
+"""Generation: prefill in chunks, then a scan, from a state that is a plain value."""

@@ -1,0 +1,155 @@
+"""Generation with any mixture of softmax and linear layers: the same code, whatever the state is made of."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Int
+
+from t2r.decode.sampling import Sampling, choose
+from t2r.environment import available_memory
+from t2r.errors import InputError
+from t2r.model.transformer import DecodeState, LanguageModel, check_length, grow
+
+PREFILL_CHUNK = 256
+
+
+class Generation(NamedTuple):
+    """A batch of texts being written. A plain value: scan it, save it, fork it, go on with it."""
+
+    state: DecodeState  # of all tokens but the last
+    last: Int[Array, "b"]  # the last token of each text, not yet seen by the model
+    done: Bool[Array, "b"]  # texts that have reached their end
+    key: Array  # the data of a random key
+
+
+def start(
+    model: LanguageModel, prompts: Sequence[Sequence[int]], length: int, *, seed: int = 0, chunk: int = PREFILL_CHUNK
+) -> Generation:
+    """Reads prompts, of any lengths, with room to generate `length` tokens."""
+    if not prompts or min(map(len, prompts)) < 1:
+        raise InputError("a prompt needs at least one token: begin with the end-of-text token if you have none")
+    longest = max(map(len, prompts))
+    check_length(model.config, longest + length)
+    check_memory(model, len(prompts), longest + length)
+    key = jax.random.key_data(jax.random.key(seed))
+    batch = len(prompts)
+    empty = Generation(model.init_state(batch, longest + length), jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool), key)
+    return read(model, empty, prompts, chunk=chunk)
+
+
+def read(
+    model: LanguageModel, generation: Generation, prompts: Sequence[Sequence[int]], *, chunk: int = PREFILL_CHUNK
+) -> Generation:
+    """Adds tokens to each text as if they had been generated. The last token of each waits for the first step."""
+    waiting = generation.state.position > 0  # a text that has begun still owes the model its last token
+    rows = [
+        ([int(last)] if owed else []) + [int(token) for token in prompt]
+        for last, owed, prompt in zip(generation.last, waiting, prompts)
+    ]
+    # Padding on the left, so that all texts end together; it takes no position and enters no state.
+    width = max(len(row) for row in rows) - 1
+    tokens, mask = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), bool)
+    for index, row in enumerate(rows):
+        if len(row) > 1:
+            tokens[index, width - len(row) + 1 :] = row[:-1]
+            mask[index, width - len(row) + 1 :] = True
+    state, graph, arrays = generation.state, *nnx.split(model)
+    for first in range(0, width, chunk):
+        part = slice(first, first + chunk)
+        state = _prefill(graph, arrays, state, tokens[:, part], mask[:, part])
+    last = jnp.asarray([row[-1] for row in rows], jnp.int32)
+    return generation._replace(state=state, last=last, done=jnp.zeros_like(generation.done))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _prefill(graph, arrays, state: DecodeState, tokens: Array, mask: Array) -> DecodeState:
+    return nnx.merge(graph, arrays)(tokens, state=state, mask=mask)[1]
+
+
+def step(model: LanguageModel, generation: Generation, sampling: Sampling, end: int) -> Generation:
+    """One more token for each text; texts that are done repeat their end."""
+    hidden, state = model(generation.last[:, None], state=generation.state)
+    key = jax.random.fold_in(jax.random.wrap_key_data(generation.key), state.position.max())
+    token = choose(model.log_probs(hidden[:, -1]), sampling, key)
+    token = jnp.where(generation.done, end, token)
+    return Generation(state, token, generation.done | (token == end), generation.key)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5), donate_argnums=2)
+def scan_steps(
+    graph, arrays, generation: Generation, count: int, sampling: Sampling, end: int
+) -> tuple[Generation, Int[Array, "count b"]]:
+    """`count` steps in one compiled loop."""
+    model = nnx.merge(graph, arrays)
+
+    def one(generation, _):
+        generation = step(model, generation, sampling, end)
+        return generation, generation.last
+
+    return jax.lax.scan(one, generation, length=count)
+
+
+def go_on(
+    model: LanguageModel,
+    generation: Generation,
+    length: int,
+    *,
+    end: int,
+    sampling: Sampling = Sampling(),
+    on_tokens: Callable[[np.ndarray], None] | None = None,
+    segment: int = 64,
+) -> tuple[Generation, list[list[int]]]:
+    """Generates up to `length` tokens for each text, each up to its end; `on_tokens` sees them (b, n) as they come.
+
+    The generation given is used up; to go on from it twice, `fork` it first.
+    """
+    check_length(model.config, int(generation.state.position.max()) + length)
+    check_memory(model, len(generation.done), int(generation.state.position.max()) + length)
+    generation = generation._replace(state=grow(generation.state, length))
+    graph, arrays = nnx.split(model)
+    pieces = []
+    for first in range(0, length, segment):
+        count = min(segment, length - first)
+        generation, tokens = scan_steps(graph, arrays, generation, count, sampling, end)
+        pieces.append(np.asarray(tokens).T)
+        if on_tokens is not None:
+            on_tokens(pieces[-1])
+        if bool(generation.done.all()):
+            break
+    rows = np.concatenate(pieces, 1) if pieces else np.zeros((len(generation.done), 0), int)
+    return generation, [_until(row, end) for row in rows.tolist()]
+
+
+def fork(generation: Generation, copies: int) -> Generation:
+    """Each text `copies` times, side by side, each free to go its own way."""
+    return jax.tree.map(lambda x: jnp.repeat(x, copies, 0) if x.ndim else x, generation._replace(key=None))._replace(
+        key=generation.key
+    )
+
+
+def check_memory(model: LanguageModel, batch: int, length: int) -> None:
+    """Refuses, before anything is computed, lengths whose state does not fit beside the model."""
+    free = available_memory()
+    needed = state_bytes(model, batch, length)
+    if free is not None and needed > free:
+        growth = needed - state_bytes(model, batch, 1)
+        fits = int((free - (needed - growth)) / growth * length) if growth else 0
+        raise InputError(
+            f"the state of {batch} texts of {length:,} tokens takes {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are "
+            f"free: generate at most {max(fits, 0):,} tokens, fewer texts at once, or convert the softmax layers"
+        )
+
+
+def state_bytes(model: LanguageModel, batch: int, length: int) -> int:
+    """Bytes of attention state for texts of this length, counted on the state itself."""
+    state = jax.eval_shape(lambda: model.init_state(batch, length).layers)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def _until(row: list[int], end: int) -> list[int]:
+    return row[: row.index(end)] if end in row else row

@@ -1,0 +1,93 @@
+"""Perplexity: the paper's measure (the last 256 of each 512 tokens) and over all tokens."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from t2r.console import Progress
+from t2r.errors import InputError
+from t2r.model.transformer import LanguageModel, check_length
+
+
+class Scores(NamedTuple):
+    """What a model makes of a text."""
+
+    perplexity: float  # of the last half of each window: every token has at least half a window before it
+    perplexity_all: float  # of all tokens, in windows that do not overlap
+    tokens: int
+    total: float  # negative log-likelihood of all tokens, in nats, as in perplexity_all
+
+
+def perplexity(
+    model: LanguageModel,
+    tokens: np.ndarray,
+    *,
+    window: int = 512,
+    batch: int = 8,
+    start: int | None = None,
+    quiet: bool = False,
+) -> Scores:
+    """Scores a text. `start` (the end-of-text id) is what the first token is predicted from; None leaves it out.
+
+    Windows start every half window. The later half of each counts for `perplexity`; every second window, whole, counts
+    for `perplexity_all`. A text too short to have a later half has both measures over all its tokens.
+    """
+    check_length(model.config, window)
+    stream = np.asarray(tokens, np.int32)
+    if start is not None:
+        stream = np.concatenate([[start], stream])
+    if len(stream) < 2:
+        raise InputError(f"a text of {len(stream)} tokens cannot be scored: it needs at least 2")
+    half, targets = window // 2, len(stream) - 1
+    starts = range(0, max(targets - half, 1), half)
+    graph, state = nnx.split(model)
+    late, whole = np.full(targets, np.nan), np.full(targets, np.nan)
+    with Progress("evaluate", len(starts), quiet=quiet) as progress:
+        for first in range(0, len(starts), batch):
+            chosen = starts[first : first + batch]
+            losses = np.asarray(_losses(graph, state, cut(stream, chosen, window, batch)))
+            for begin, row in zip(chosen, losses):
+                row = row[: targets - begin]
+                late[begin + half : begin + window] = row[half:]
+                if (begin // half) % 2 == 0:
+                    whole[begin : begin + window] = row
+                elif begin == starts[-1]:  # what is left beyond the last window that does not overlap
+                    whole[begin + half : begin + window] = row[half:]
+            progress.advance(len(chosen))
+    later = late[~np.isnan(late)] if targets > half else whole
+    return Scores(_exp(later.mean()), _exp(whole.mean()), targets, float(whole.sum()))
+
+
+def cut(stream: np.ndarray, starts: range, window: int, batch: int) -> Int[np.ndarray, "b n"]:
+    """`batch` rows of window + 1 tokens from each start, filled up with zeros."""
+    rows = np.zeros((batch, window + 1), np.int32)
+    for row, begin in zip(rows, starts):
+        piece = stream[begin : begin + window + 1]
+        row[: len(piece)] = piece
+    return rows
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _losses(graph: nnx.GraphDef, state: nnx.State, rows: Int[Array, "b n"]) -> Float[Array, "b m"]:
+    # Padding stands at the end, where causal attention shows it to nothing that is counted.
+    return nnx.merge(graph, state).losses(rows[:, :-1], rows[:, 1:]).astype(jnp.float32)
+
+
+def per_word(scores: Scores, text: str) -> float:
+    """Perplexity per word between spaces, so that models with different subwords compare."""
+    return _exp(scores.total / max(len(text.split()), 1))
+
+
+def bits_per_byte(scores: Scores, text: str) -> float:
+    """Bits to encode a byte of the text; the measure that needs no notion of a word."""
+    return scores.total / math.log(2) / len(text.encode())
+
+
+def _exp(mean: float) -> float:
+    return math.exp(min(mean, 700))  # a model can be bad enough to overflow

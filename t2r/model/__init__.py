@@ -1,0 +1,1 @@
+"""Transformers that carry the attention."""

@@ -1,0 +1,46 @@
+"""Checkpoints of a run: training state, data iterator, random state. The only file that knows orbax."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from t2r.train.step import TrainState
+
+logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every phase of every save
+
+
+class Checkpoints:
+    """The last few checkpoints of a run. One is written under another name and renamed when it is whole."""
+
+    def __init__(self, folder: Path, keep: int):
+        # On a CPU a background copy would share memory with arrays that the next step donates.
+        in_background = jax.default_backend() != "cpu"
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=in_background)
+        self.folder = folder.absolute()
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=("state", "data"))
+
+    @property
+    def latest(self) -> int | None:
+        """The newest step there is."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
+        """Writes a checkpoint, unless this step has one."""
+        if step != self.latest:
+            args = ocp.args.Composite(state=ocp.args.StandardSave(state._asdict()), data=ocp.args.JsonSave(data))
+            self._manager.save(step, args=args, force=True)
+
+    def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        """The newest checkpoint, laid out on the devices as `like` is."""
+        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore())
+        restored = self._manager.restore(self.latest, args=args)
+        return TrainState(**restored.state), restored.data
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._manager.wait_until_finished()
+        self._manager.close()

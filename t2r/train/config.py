@@ -1,0 +1,105 @@
+"""The fields of a run. Config files start from `default_config()`; it is locked, so a misspelt field is an error."""
+
+from ml_collections import ConfigDict
+
+from t2r.errors import raise_all
+from t2r.model.config import PRESETS, RUNTIME_FIELDS, ModelConfig, preset
+
+# Fields that may change between a run and its continuation: they do not change what is computed.
+MAY_CHANGE = ("steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "mesh")
+
+
+def default_config() -> ConfigDict:
+    """Every field, with a value that suits a small run."""
+    return ConfigDict(
+        dict(
+            seed=0,
+            steps=1000,
+            init_from="",  # a model directory to start from; "": random initialisation
+            model=architecture("tiny_lm"),
+            # φ to put in place of softmax; feature_map "": no conversion. features 0: the map's own size.
+            convert=dict(feature_map="", features=0, keep="none"),
+            trainable="all",  # or feature_maps, or all_but_feature_maps
+            data=dict(
+                source="builtin:pydoc",
+                valid="",  # another source to validate on; "": the valid split of `source`
+                tokenizer="sentencepiece",  # or word; a model in init_from brings its own
+                vocab_size=4096,  # 0 with words: all of them
+                length=512,  # tokens per sequence
+                batch=8,  # sequences per step, on all devices together
+            ),
+            accumulate=1,  # parts a batch is cut into, one after the other
+            optimizer=dict(
+                name="adam",  # or nesterov
+                learning_rate=1e-3,
+                schedule="cosine_cycles",  # or inverse_sqrt, constant
+                warmup_steps=100,
+                warmup_from=1e-7,
+                # cosine_cycles: from learning_rate down to min_learning_rate within `period` steps (0: the rest of
+                # the run), then again with the period times `period_growth` and both rates times `peak_shrink`.
+                min_learning_rate=1e-5,
+                period=0,
+                period_growth=2.0,
+                peak_shrink=0.75,
+                b1=0.9,
+                b2=0.98,
+                eps=1e-8,
+                momentum=0.99,
+                weight_decay=0.0,  # on matrices only
+                clip_norm=1.0,  # 0: no clipping
+            ),
+            mesh=dict(data=-1),  # devices along each axis; -1: all there are
+            log_every=10,
+            eval_every=0,  # 0: at the end only
+            checkpoint_every=100,
+            keep_checkpoints=2,
+        )
+    )
+
+
+def architecture(name: str, **fields) -> ConfigDict:
+    """All fields of a model preset, for a run that starts from random initialisation."""
+    model = preset(name, **fields).to_dict()
+    del model["attention"]  # `convert` decides
+    return ConfigDict({key: value for key, value in model.items() if key in PRESETS[name] or key in fields} | _runtime(model))
+
+
+def pretrained(**fields) -> ConfigDict:
+    """The fields that may be set on a model that comes from `init_from`."""
+    defaults = {name: getattr(ModelConfig, name) for name in RUNTIME_FIELDS}
+    return ConfigDict(defaults | fields)
+
+
+def _runtime(model: dict) -> dict:
+    return {name: model[name] for name in RUNTIME_FIELDS}
+
+
+def check(config: ConfigDict) -> None:
+    """Refuses values no run can have; all of them in one error."""
+    data, optimizer, problems = config.data, config.optimizer, []
+    for name, value, least in [
+        ("steps", config.steps, 1),
+        ("accumulate", config.accumulate, 1),
+        ("log_every", config.log_every, 1),
+        ("eval_every", config.eval_every, 0),
+        ("checkpoint_every", config.checkpoint_every, 1),
+        ("keep_checkpoints", config.keep_checkpoints, 1),
+        ("data.length", data.length, 1),
+        ("data.batch", data.batch, 1),
+        ("data.vocab_size", data.vocab_size, 0),
+        ("convert.features", config.convert.features, 0),
+        ("optimizer.warmup_steps", optimizer.warmup_steps, 0),
+        ("optimizer.period", optimizer.period, 0),
+    ]:
+        if value < least:
+            problems.append(f"config.{name}={value} must be at least {least}")
+    if data.batch % max(config.accumulate, 1):
+        problems.append(f"config.data.batch={data.batch} must be a multiple of config.accumulate={config.accumulate}")
+    if not optimizer.learning_rate > 0:
+        problems.append(f"config.optimizer.learning_rate={optimizer.learning_rate} must be above 0")
+    if config.init_from and set(config.model) - set(RUNTIME_FIELDS):
+        problems.append(
+            "config.model describes an architecture, but config.init_from brings its own: use a variant made for "
+            "finetuning, or set config.model to t2r.train.config.pretrained(...)"
+        )
+    raise_all("config:", problems)

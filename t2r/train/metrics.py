@@ -1,0 +1,39 @@
+"""What a run reports: `metrics.jsonl`, a line per logged step, and the same as TensorBoard scalars."""
+
+import json
+import os
+from pathlib import Path
+
+from tensorboardX import SummaryWriter
+
+
+class Metrics:
+    """Appends to a run's metrics. A continued run first drops what was logged after its checkpoint."""
+
+    def __init__(self, workdir: Path, start: int):
+        path = workdir / "metrics.jsonl"
+        kept = [line for line in read_metrics(path) if line["step"] <= start]
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(unfinished, path)
+        self._file = path.open("a")
+        self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1, write_to_disk=True)
+
+    def write(self, step: int, **values: float) -> None:
+        """One line, on disk when this returns."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The whole lines of a metrics file; a last line cut short by a crash is left out."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

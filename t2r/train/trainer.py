@@ -1,0 +1,190 @@
+"""A run, top to bottom: data, model, restore, steps, model directory."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from t2r import environment
+from t2r.console import Progress, say
+from t2r.convert import model_dir
+from t2r.convert.swap import swap
+from t2r.data.batches import prepare_tokenizer, tokenize, training_batches
+from t2r.data.sources import load_documents
+from t2r.data.tokenizer import Tokenizer
+from t2r.errors import InputError, raise_all
+from t2r.evaluate.perplexity import perplexity
+from t2r.model.config import from_dict
+from t2r.model.parameters import arrays_of, count, trainable_names, with_arrays
+from t2r.model.transformer import LanguageModel, check_length
+from t2r.train.checkpoint import Checkpoints
+from t2r.train.config import MAY_CHANGE, check
+from t2r.train.metrics import Metrics
+from t2r.train.optimizer import make_optimizer, make_schedule
+from t2r.train.sharding import batch_sharding, make_mesh, replicated
+from t2r.train.step import TrainState, init_state, make_step
+
+
+def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
+    """Runs a config to its end, from the newest checkpoint if there is one; returns the scores of the result."""
+    check(config)
+    remember_config(config, workdir)
+    start_time = time.time()
+    model, tokenizer, history = build(config, workdir)
+    check_length(model.config, config.data.length)
+    # With a source of its own to validate on, all of `source` is for training.
+    train_split, valid_source, valid_split = "train", config.data.source, "valid"
+    if config.data.valid:
+        train_split, valid_source, valid_split = "all", config.data.valid, "all"
+    tokens = tokenize(tokenizer, load_documents(config.data.source, train_split))
+    valid = tokenize(tokenizer, load_documents(valid_source, valid_split))
+    batches = training_batches(tokens, length=config.data.length, batch=config.data.batch, seed=config.seed)
+
+    mesh = make_mesh(config.mesh)
+    if (config.data.batch // config.accumulate) % mesh.size:
+        raise InputError(
+            f"config.data.batch={config.data.batch} over config.accumulate={config.accumulate} must divide among "
+            f"{mesh.size} devices"
+        )
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    trained = trainable_names(model, config.trainable)
+    state = jax.device_put(init_state(arrays_of(model), trained, optimizer, config.seed), replicated(mesh))
+
+    checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
+    if checkpoints.latest is not None:
+        state, data = checkpoints.restore(state)
+        batches.set_state(data)
+        say(f"continuing at step {int(state.step)} of {config.steps}")
+    say(
+        f"{count(state.trained):,} of {count(arrays_of(model)):,} parameters train on {len(tokens):,} tokens, "
+        f"{config.data.batch * config.data.length:,} a step"
+    )
+    with jax.set_mesh(mesh):
+        state = run_steps(config, workdir, model, optimizer, state, batches, checkpoints, valid)
+    checkpoints.close()
+
+    model = with_arrays(model, {**state.trained, **state.frozen})
+    scores = perplexity(model, valid, start=tokenizer.end)
+    entry = {
+        "action": "train",
+        "config": config.to_dict(),
+        "valid_perplexity": scores.perplexity,
+        "seconds": round(time.time() - start_time, 1),
+        "environment": environment.describe(),
+    }
+    output = workdir / "model"
+    content = model_dir.Model(model, tokenizer, {"history": [*history, entry]})
+    model_dir.save(output, content, replace=True)
+    return {"model": str(output), "steps": int(state.step), "valid_perplexity": scores.perplexity}
+
+
+def remember_config(config: ConfigDict, workdir: Path) -> None:
+    """Writes the resolved config; refuses to continue a run under another one."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    path = workdir / "config.json"
+    now = json.loads(config.to_json())
+    if path.exists():
+        before = json.loads(path.read_text())
+        changed = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
+        raise_all(
+            f"{workdir} holds a run of another config (choose another workdir, or remove it):",
+            [f"config.{name} was {before.get(name)}, is {now[name]}" for name in changed],
+        )
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(now, indent=1) + "\n")
+    os.replace(unfinished, path)
+
+
+def build(config: ConfigDict, workdir: Path) -> tuple[LanguageModel, Tokenizer, list[dict]]:
+    """The model to train, its tokenizer, and what happened to it before."""
+    data, convert = config.data, config.convert
+    if config.init_from:
+        model, tokenizer, provenance = model_dir.load(config.init_from, **config.model)
+        history = provenance["history"]
+    else:
+        split = "all" if data.valid else "train"
+        tokenizer = prepare_tokenizer(workdir, data.source, split, data.tokenizer, data.vocab_size)
+        fields = from_dict({**config.model, "vocab_size": tokenizer.vocab_size})
+        model, history = LanguageModel(fields, rngs=nnx.Rngs(config.seed)), []
+    if convert.feature_map:
+        plan = dict(feature_map=convert.feature_map, features=convert.features or None, keep=convert.keep)
+        model = swap(model, **plan, seed=config.seed)
+        history = [*history, {"action": "swap", **plan}]
+    return model, tokenizer, history
+
+
+def run_steps(
+    config: ConfigDict,
+    workdir: Path,
+    model: LanguageModel,
+    optimizer,
+    state: TrainState,
+    batches,
+    checkpoints: Checkpoints,
+    valid: np.ndarray,
+) -> TrainState:
+    """Steps until config.steps, logging, evaluating and saving on the way."""
+    mesh = jax.sharding.get_mesh()
+    step_function = make_step(model, optimizer, mesh)
+    schedule = make_schedule(config.optimizer, config.steps)
+    first = int(state.step)
+    metrics = Metrics(workdir, first)
+    tokens_per_step = config.data.batch * config.data.length
+    unchecked: list[tuple[int, dict]] = []  # results not yet looked at: looking waits for the device
+    last_log = (first, time.monotonic())
+    with Progress("train", config.steps, first) as progress:
+        for step in range(first + 1, config.steps + 1):
+            batch = next(batches).reshape(config.accumulate, -1, config.data.length + 1)
+            state, result = step_function(state, jax.device_put(batch, batch_sharding(mesh)))
+            unchecked.append((step, result))
+            last = step == config.steps
+            saving = last or step % config.checkpoint_every == 0
+            evaluating = bool(config.eval_every) and step % config.eval_every == 0
+            if not (saving or evaluating or step % config.log_every == 0):
+                progress.advance()
+                continue
+
+            result = check_finite(unchecked, config, checkpoints)
+            unchecked = []
+            if step % config.log_every == 0 or last:
+                now = time.monotonic()
+                speed = tokens_per_step * (step - last_log[0]) / (now - last_log[1])
+                last_log = (step, now)
+                rate = float(schedule(step - 1))
+                metrics.write(step, **result, learning_rate=rate, tokens_per_second=round(speed))
+                progress.advance(loss=result["loss"], tokens_per_s=round(speed))
+            else:
+                progress.advance()
+            if evaluating:
+                arrays = {**state.trained, **state.frozen}
+                score = perplexity(with_arrays(model, arrays), valid, quiet=True).perplexity
+                metrics.write(step, valid_perplexity=score)
+                progress.say(f"step {step}: validation perplexity {score:.2f}")
+            if saving:
+                checkpoints.save(step, state, batches.get_state())
+    metrics.close()
+    return state
+
+
+def check_finite(unchecked: list[tuple[int, dict]], config: ConfigDict, checkpoints: Checkpoints) -> dict[str, float]:
+    """The newest results as numbers; the first that is not finite stops the run before anything is saved."""
+    for step, result in unchecked:
+        values = {name: float(value) for name, value in result.items()}
+        bad = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+        if bad:
+            latest = checkpoints.latest
+            kept = f"the checkpoint of step {latest} in {checkpoints.folder}" if latest is not None else "no checkpoint"
+            fields = config.optimizer
+            raise InputError(
+                f"step {step}: {' and '.join(bad)}. Lower config.optimizer.learning_rate (now {fields.learning_rate}), "
+                f"lengthen config.optimizer.warmup_steps (now {fields.warmup_steps}) or tighten "
+                f"config.optimizer.clip_norm (now {fields.clip_norm}). Intact: {kept}"
+            )
+    return values
