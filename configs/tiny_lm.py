@@ -1,11 +1,66 @@
-"""A language model for two CPU cores: pretrain a transformer on text every Python has, then make it an RNN."""
+"""A language model for two CPU cores: a transformer on text that every Python has, then an RNN made of it.
 
+    python -m t2r train --config=configs/tiny_lm.py --workdir=runs/transformer       the transformer (ships as builtin:tiny_lm)
+    python -m t2r train --config=configs/tiny_lm.py:t2r --workdir=runs/t2r           150 steps of finetuning: the quickstart's
+    python -m t2r train --config=configs/tiny_lm.py:t2r_long --workdir=runs/t2r_long the same conversion, 3,000 larger steps
+
+Variants: transformer; t2r, t2r_75, elu, rfa, performer, phi_frozen, phi_only, each also with _long; t2r_scratch.
+Costs and scores measured here are in results/tiny_lm.md.
+"""
+
+from t2r.errors import InputError
 from t2r.train.config import architecture, default_config, pretrained
+
+# What takes the place of softmax (feature map, features, layers kept) and which parameters then train.
+CONVERSIONS = {
+    "t2r": ("t2r", 32, "none", "all"),
+    "t2r_75": ("t2r", 32, "every_4th", "all"),
+    "elu": ("elu", 0, "none", "all"),
+    "rfa": ("rfa", 32, "none", "all"),
+    "performer": ("performer", 32, "none", "all"),
+    "phi_frozen": ("t2r", 32, "none", "all_but_feature_maps"),
+    "phi_only": ("t2r", 32, "none", "feature_maps"),
+}
 
 
 def get_config(variant: str = "transformer"):
     config = default_config()
-    config.model = architecture("tiny_lm", dropout=0.2)
-    config.steps = 3000
-    config.data.batch = 16
+    config.data.source = "builtin:pydoc"
+    config.optimizer.learning_rate = 1e-3
+    if variant in ("transformer", "t2r_scratch"):
+        long_run(config)
+        config.model = architecture("tiny_lm", dropout=0.4)
+        config.steps = 4000
+        config.export_dtype = "float16"  # half the size to ship
+        if variant == "t2r_scratch":
+            config.convert.feature_map, config.convert.features = "t2r", 32
+        return config
+
+    name = variant.removesuffix("_long")
+    if name not in CONVERSIONS:
+        raise InputError(
+            f"unknown variant {variant!r}: choose transformer, t2r_scratch, or one of {', '.join(CONVERSIONS)}, "
+            "these also with _long"
+        )
+    config.init_from = "builtin:tiny_lm"
+    feature_map, features, keep, config.trainable = CONVERSIONS[name]
+    config.convert = dict(feature_map=feature_map, features=features, keep=keep)
+    if variant.endswith("_long"):
+        long_run(config)
+        config.model = pretrained(dropout=0.4)
+        config.steps = 3000
+    else:
+        config.model = pretrained(dropout=0.1)
+        config.steps = 150
+        config.data.batch = 8
+        config.optimizer.warmup_steps = 15
     return config
+
+
+def long_run(config) -> None:
+    """Half a million tokens are few: many passes over them need strong regularisation."""
+    config.data.batch = 32
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.warmup_steps = 100
+    config.eval_every = 500
+    config.checkpoint_every = 500

@@ -23,9 +23,10 @@ class KVCache(NamedTuple):
 
     @classmethod
     def zeros(cls, batch: int, capacity: int, heads: int, head_dim: int, dtype) -> "KVCache":
-        """An empty cache."""
-        keys = jnp.zeros((batch, heads, capacity, head_dim), dtype)
-        return cls(keys, keys, jnp.zeros((batch, capacity), bool), jnp.zeros((), jnp.int32))
+        """An empty cache. Keys and values are two arrays even while equal: they will be donated."""
+        shape = (batch, heads, capacity, head_dim)
+        valid = jnp.zeros((batch, capacity), bool)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), valid, jnp.zeros((), jnp.int32))
 
 
 def append(cache: KVCache, k: Array, v: Array, mask: Bool[Array, "b m"] | None = None) -> KVCache:

@@ -35,7 +35,7 @@ def training_batches(tokens: np.ndarray, *, length: int, batch: int, seed: int) 
         )
     dataset = grain.MapDataset.source(blocks).seed(seed).shuffle().repeat()
     # No prefetch threads: a block is a slice of memory, and the state stays a plain count.
-    return iter(dataset.batch(batch).to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)).batch(batch))
 
 
 def prepare_tokenizer(workdir: Path, spec: str, split: str, kind: str, vocab_size: int) -> Tokenizer:

@@ -53,6 +53,7 @@ def default_config() -> ConfigDict:
             eval_every=0,  # 0: at the end only
             checkpoint_every=100,
             keep_checkpoints=2,
+            export_dtype="float32",  # or float16, of the weights in workdir/model
         )
     )
 
@@ -102,4 +103,6 @@ def check(config: ConfigDict) -> None:
             "config.model describes an architecture, but config.init_from brings its own: use a variant made for "
             "finetuning, or set config.model to t2r.train.config.pretrained(...)"
         )
+    if config.export_dtype not in ("float32", "float16"):
+        problems.append(f"config.export_dtype={config.export_dtype!r}: choose float32 or float16")
     raise_all("config:", problems)

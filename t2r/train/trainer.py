@@ -81,7 +81,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     }
     output = workdir / "model"
     content = model_dir.Model(model, tokenizer, {"history": [*history, entry]})
-    model_dir.save(output, content, replace=True)
+    model_dir.save(output, content, replace=True, dtype=config.export_dtype)
     return {"model": str(output), "steps": int(state.step), "valid_perplexity": scores.perplexity}
 
 

@@ -1,0 +1,1 @@
+"""How fast models decode, how much memory they need, and how to show it."""
