@@ -50,10 +50,11 @@ def get_config(variant: str = "transformer"):
         config.model = pretrained(dropout=0.4)
         config.steps = 3000
     else:
-        config.model = pretrained(dropout=0.1)
+        config.model = pretrained()  # little more than one pass over the data: no dropout
         config.steps = 150
         config.data.batch = 8
         config.optimizer.warmup_steps = 15
+        config.eval_every = 30
     return config
 
 

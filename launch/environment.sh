@@ -36,7 +36,7 @@ make_environment() { # requirement files...
   echo "installing packages into .venv (a minute or two, once)" >&2
   local file arguments=()
   for file in "$@"; do arguments+=(-r "$file"); done
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check "${arguments[@]}" || {
+  .venv/bin/python -m pip install -qq --disable-pip-version-check "${arguments[@]}" || {
     echo "error: pip could not install the packages above; check the network and run this again" >&2
     return 1
   }

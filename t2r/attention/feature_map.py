@@ -125,8 +125,9 @@ class Performer(nnx.Module):
     `log_scale`, so that S and z are kept relative to a running maximum: exact, causal and stable.
     """
 
-    # Nothing to regularise, the features are positive; this only keeps an underflow from dividing by zero.
-    normalizer = Normalizer(clamp=True, value=1e-30)
+    # Nothing to regularise, the features are positive; this only keeps an underflow from dividing by zero. Its square
+    # stands in the gradient and must not underflow either.
+    normalizer = Normalizer(clamp=True, value=1e-15)
     default_features = 32
 
     def __init__(self, heads: int, head_dim: int, features: int, *, query_scale: float, rngs: nnx.Rngs):
@@ -154,8 +155,10 @@ def orthogonal_gaussian(key: PRNGKeyArray, heads: int, features: int, head_dim: 
     """Rows orthogonal within blocks of `head_dim`, each with the norm of an independent Gaussian vector."""
     blocks = -(-features // head_dim)
     direction_key, norm_key = jax.random.split(key)
-    gaussian = jax.random.normal(direction_key, (heads, blocks, head_dim, head_dim))
-    rows = jnp.linalg.qr(gaussian)[0].reshape(heads, blocks * head_dim, head_dim)[:, :features]
+    q, r = jnp.linalg.qr(jax.random.normal(direction_key, (heads, blocks, head_dim, head_dim)))
+    # QR fixes signs by convention; those of r's diagonal make q uniform among the rotations, and the kernel unbiased.
+    q = q * jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))[..., None, :]
+    rows = q.reshape(heads, blocks * head_dim, head_dim)[:, :features]
     norms = jnp.linalg.norm(jax.random.normal(norm_key, rows.shape), axis=-1, keepdims=True)
     return rows * norms
 

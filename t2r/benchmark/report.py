@@ -10,7 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.ticker import FuncFormatter  # noqa: E402
+from matplotlib.ticker import FuncFormatter, LogLocator  # noqa: E402
 
 from t2r.benchmark.decode import DecodeSpeed  # noqa: E402
 from t2r.console import short  # noqa: E402
@@ -35,8 +35,8 @@ class Report(NamedTuple):
 
     perplexity: dict[str, float]  # transformer, swapped, T2R → test perplexity
     recovered: float  # share of the swap's cost that finetuning won back
-    steps: int
-    losses: list[dict[str, float]]  # metrics of the finetuning
+    validation: dict[int, float]  # finetuning step → validation perplexity, from 0: swapped only
+    transformer_validation: float
     transformer: list[DecodeSpeed]
     rnn: list[DecodeSpeed]
     formula_bytes: int
@@ -52,10 +52,10 @@ def write_report(path: Path, report: Report) -> None:
     parts = [
         f"<h1>{title}</h1>",
         f"<p>The pretrained transformer's softmax attention was swapped for linear attention with a learned feature map, "
-        f"finetuned for {report.steps} steps, and merged for inference. The swap alone breaks the model; finetuning won "
+        f"finetuned for {max(report.validation)} steps, and merged for inference. The swap alone breaks the model; finetuning won "
         f"back <b>{report.recovered:.1%}</b> of what it cost.</p>",
         _table(["model", "test perplexity"], report.perplexity.items()),
-        f"<figure>{loss_plot(report)}</figure>",
+        f"<figure>{perplexity_plot(report)}</figure>",
         "<h2>Decoding</h2>",
         f"<p>Greedy, {report.rnn[0].batch} texts at a time, compilation apart; median of repeated runs. The transformer's "
         f"cache has room for the whole length. The RNN's state is {report.rnn[0].state_bytes:,} bytes at every length; by "
@@ -68,7 +68,7 @@ def write_report(path: Path, report: Report) -> None:
             ],
         ),
         f"<figure>{decode_plot(report)}</figure>",
-        f"<h2>What they write</h2><p>After “{html.escape(report.prompt)}”, at temperature 0.7, top-p 0.9:</p>",
+        f"<h2>What they write</h2><p>After “{html.escape(report.prompt)}”, sampled:</p>",
         *(f"<h3>{name}</h3><pre>{html.escape(report.prompt + text)}</pre>" for name, text in report.texts.items()),
         f"<p><small>Made in {report.seconds:.0f} s on {html.escape(json.dumps(report.environment))}. "
         "Method: Kasai et al. (2021), “Finetuning Pretrained Transformers into RNNs”.</small></p>",
@@ -77,17 +77,19 @@ def write_report(path: Path, report: Report) -> None:
     path.write_text(page + "\n".join(parts) + "</html>\n", "utf-8")
 
 
-def loss_plot(report: Report) -> str:
-    """Perplexity while finetuning, between the transformer's and the swapped model's."""
-    figure, axes = plt.subplots(figsize=(9, 3.6))
-    logged = [line for line in report.losses if "loss" in line]
-    axes.plot([line["step"] for line in logged], [2.718281828 ** line["loss"] for line in logged], color=RNN)
-    ends = dict(zip(report.perplexity, (SOFTMAX, OTHER, RNN)))
-    for (name, value), color in zip(report.perplexity.items(), ends.values()):
-        axes.axhline(value, color=color, linestyle="--", linewidth=1)
-        axes.annotate(f"{name}: {value:.1f}", (0.995, value), xycoords=("axes fraction", "data"), color=color,
-                      ha="right", va="bottom", fontsize=9)  # fmt: skip
-    axes.set(yscale="log", xlabel="finetuning step", ylabel="perplexity", title="training (line), test (dashed)")
+def perplexity_plot(report: Report) -> str:
+    """Before, broken, recovered; and how it recovered."""
+    figure, (bars, curve) = plt.subplots(1, 2, figsize=(10, 3.6))
+    names, values = zip(*report.perplexity.items())
+    drawn = bars.barh(names, values, color=(SOFTMAX, OTHER, RNN))
+    bars.bar_label(drawn, [f"{value:.1f}" for value in values], padding=4)
+    bars.invert_yaxis()
+    bars.margins(x=0.15)
+    bars.set(xlabel="perplexity", title="Test")
+    curve.plot(report.validation.keys(), report.validation.values(), "o-", color=RNN, label="T2R")
+    curve.axhline(report.transformer_validation, color=SOFTMAX, linestyle="--", label="transformer")
+    curve.set(xlabel="finetuning step", ylabel="perplexity", title="Validation", ylim=(0, None))
+    curve.legend()
     return _svg(figure)
 
 
@@ -101,6 +103,7 @@ def decode_plot(report: Report) -> str:
     for axes, title, unit in [(speed, "Decoding speed", "tokens/s"), (state, "Attention state", "MiB")]:
         axes.set(xscale="log", yscale="log", xlabel="generated tokens", ylabel=unit, title=title)
         axes.set_xticks([run.length for run in report.rnn], [str(run.length) for run in report.rnn])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.5g}"))
         axes.minorticks_off()
         axes.legend()

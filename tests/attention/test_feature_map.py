@@ -1,0 +1,115 @@
+"""Feature maps do what their papers say."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from t2r.attention.feature_map import Elu, Performer, Rfa, T2R, feature_map_class, orthogonal_gaussian
+from t2r.attention.module import Heads, make_feature_map
+from t2r.errors import InputError
+
+
+def vectors(seed: int, count: int = 40, dim: int = 8, scale: float = 1.0):
+    return scale * jax.random.normal(jax.random.key(seed), (1, count, 1, dim))
+
+
+def kernel(phi, x, y):
+    """φ(x)·φ(y) of all pairs, both taken as keys so that nothing is rescaled."""
+    a, b = phi(x, is_query=False), phi(y, is_query=False)
+    product = jnp.einsum("bngk,bmgk->nm", a.values, b.values)
+    if a.log_scale is not None:
+        product *= jnp.exp(a.log_scale[0, :, 0][:, None] + b.log_scale[0, :, 0])
+    return product
+
+
+def test_t2r_is_a_relu_mlp_per_head_shared_by_queries_and_keys():
+    phi = T2R(2, 8, 5, query_scale=8**-0.5, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (1, 3, 2, 8))
+    w, b = phi.weight[...], phi.bias[...]
+    for head in range(2):
+        expected = jax.nn.relu(x[0, :, head] @ w[head].T + b[head])
+        np.testing.assert_allclose(phi(x, is_query=False).values[0, :, head], expected, rtol=1e-5, atol=1e-6)
+        scaled = jax.nn.relu(x[0, :, head] * 8**-0.5 @ w[head].T + b[head])
+        query = phi(x[:, :, :, None], is_query=True).values[0, :, head, 0]
+        np.testing.assert_allclose(query, scaled, rtol=1e-5, atol=1e-6)
+    assert float(jnp.abs(w).max()) <= 8**-0.5 and float(jnp.abs(b).max()) <= 8**-0.5
+    assert phi.normalizer(jnp.array([1e-5, 3.0])).tolist() == pytest.approx([1e-2, 3.0])
+
+
+def test_elu_is_positive_and_unscaled():
+    phi = Elu(1, 8, 8, query_scale=8**-0.5, rngs=nnx.Rngs(0))
+    x = vectors(0)
+    expected = np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+    np.testing.assert_allclose(phi(x, is_query=True).values, expected, rtol=1e-6)
+    assert phi.normalizer(jnp.float32(0.0)) == pytest.approx(1e-6)
+
+
+def errors_by_size(make, exact, x, y, sizes):
+    """Mean over draws of the RMS error of the kernel, for each number of features."""
+    found = []
+    for size in sizes:
+        draws = [float(jnp.sqrt(jnp.mean((kernel(make(size, seed), x, y) - exact) ** 2))) for seed in range(6)]
+        found.append(np.mean(draws))
+    return found
+
+
+def test_rfa_approximates_the_gaussian_kernel_better_with_more_features():
+    x, y = vectors(0), vectors(1)
+    unit = [v / (jnp.linalg.norm(v, axis=-1, keepdims=True) + 1e-3) for v in (x, y)]
+    distance = jnp.linalg.norm(unit[0][0, :, None, 0] - unit[1][0, None, :, 0], axis=-1)
+    exact = jnp.exp(-(distance**2) / 2)
+
+    class Unscaled(Rfa):
+        def __init__(self, size, seed):
+            super().__init__(1, 8, size, query_scale=1.0, rngs=nnx.Rngs(seed))
+            self.scale = (size // 2) ** -0.5
+
+    found = errors_by_size(Unscaled, exact, x, y, (16, 64, 256, 1024))
+    assert found == sorted(found, reverse=True)
+    assert found[0] > 3 * found[-1] and found[-1] < 0.05
+
+
+def test_performer_approximates_the_softmax_kernel_better_with_more_features():
+    x, y = vectors(0, scale=0.7), vectors(1, scale=0.7)
+    exact = jnp.exp(jnp.einsum("bngd,bmgd->nm", x, y) / 8**0.5)
+    make = lambda size, seed: Performer(1, 8, size, query_scale=8**-0.5, rngs=nnx.Rngs(seed))  # noqa: E731
+    found = errors_by_size(make, exact, x, y, (16, 64, 256, 1024))
+    assert found == sorted(found, reverse=True)
+    assert found[0] > 3 * found[-1] and found[-1] < 0.1
+
+
+def test_performer_rows_are_orthogonal_in_blocks():
+    rows = orthogonal_gaussian(jax.random.key(0), 2, 12, 8)
+    for block in (rows[:, :8], rows[:, 8:]):
+        products = jnp.einsum("gkd,gld->gkl", block, block)
+        off_diagonal = products * (1 - jnp.eye(block.shape[1]))
+        assert float(jnp.abs(off_diagonal).max()) < 1e-4
+
+
+def test_rfa_draws_anew_in_training_and_not_in_evaluation():
+    phi = Rfa(2, 8, 16, query_scale=1.0, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(3), (1, 4, 2, 8))
+    evaluated = phi(x, is_query=False).values
+    np.testing.assert_array_equal(evaluated, phi(x, is_query=False).values)
+    first, second = (phi(x, is_query=False, key=jax.random.key(i)).values for i in (1, 2))
+    assert not np.allclose(first, second) and not np.allclose(first, evaluated)
+    # Queries and keys of a step must use the same draw, or their product is no kernel.
+    np.testing.assert_allclose(phi(x[:, :, :, None], is_query=True, key=jax.random.key(1)).values[..., 0, :], first)
+
+
+@pytest.mark.parametrize("name", ["t2r", "elu", "rfa", "performer"])
+def test_gradients_are_finite_at_zero(name):
+    phi = make_feature_map(Heads(8, 1, 1, 8, True), name, None, rngs=nnx.Rngs(0))
+    gradient = jax.grad(lambda x: phi(x, is_query=False).values.sum())(jnp.zeros((1, 2, 1, 8)))
+    assert np.isfinite(gradient).all()
+
+
+def test_bad_names_and_sizes_are_refused():
+    with pytest.raises(InputError, match=r"'t2rr'.*t2r, elu, rfa, performer"):
+        feature_map_class("t2rr")
+    shape = Heads(8, 1, 1, 8, True)
+    for name, features, message in [("t2r", 0, "features=0"), ("elu", 4, "features=4"), ("rfa", 7, "features=7")]:
+        with pytest.raises(InputError, match=message):
+            make_feature_map(shape, name, features, rngs=nnx.Rngs(0))

@@ -1,0 +1,111 @@
+"""The attention modules: one interface, whatever is inside."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from conftest import error
+from t2r.attention import linear, softmax
+from t2r.attention.module import Heads, LinearAttention, SoftmaxAttention
+from t2r.attention.rotary import rotate
+
+SHAPE = Heads(width=16, heads=4, kv_heads=2, head_dim=4, bias=True)
+KINDS = ["softmax", "t2r", "elu", "rfa", "performer"]
+
+
+def make(kind, shape=SHAPE):
+    if kind == "softmax":
+        return SoftmaxAttention(shape, rngs=nnx.Rngs(0))
+    return LinearAttention(shape, kind, None if kind == "elu" else 6, rngs=nnx.Rngs(0))
+
+
+def sequence(length, seed=0, batch=2):
+    return jax.random.normal(jax.random.key(seed), (batch, length, 16))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_causal_attention_does_not_see_the_future(kind):
+    attention, x = make(kind), sequence(9)
+    out, _ = attention(x)
+    changed, _ = attention(x.at[:, 6:].set(7.0))
+    np.testing.assert_allclose(out[:, :6], changed[:, :6], rtol=1e-5, atol=1e-6)
+    assert not np.allclose(out[:, 6:], changed[:, 6:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cross_attention_is_the_whole_source_and_nothing_else(kind):
+    """remember and recall against attention over all pairs, with padding in the source."""
+    attention, source, x = make(kind), sequence(7, 1), sequence(5, 2)
+    mask = jnp.ones((2, 7), bool).at[1, 4:].set(False)
+    out = attention.recall(x, attention.remember(source, mask=mask))
+    if kind == "softmax":
+        k, v = softmax.heads_first(attention.keys(source, None)), softmax.heads_first(attention.value(source))
+        seen = softmax.attend(attention.queries(x, None), k, v, mask[:, None, :], SHAPE.query_scale)
+    else:
+        q, k = attention.query_features(x, None, None), attention.key_features(source, None, None)
+        seen, _ = linear.quadratic(q, k, attention.value(source), attention.normalizer, mask=mask, causal=False)
+    assert error(out, attention._finish(seen)) < 1e-5
+    alone = attention.recall(x[1:], attention.remember(source[1:, :4]))
+    assert error(out[1:], alone) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grouped_heads_are_full_heads_with_repeated_keys(kind):
+    """Two query heads that share keys, values and φ, against four heads with copies of them."""
+    grouped = make(kind)
+    full = make(kind, dataclasses.replace(SHAPE, kv_heads=4))
+    for name in ("query", "out"):
+        setattr(full, name, getattr(grouped, name))
+    for name in ("key", "value"):
+        getattr(full, name).kernel = nnx.Param(jnp.repeat(getattr(grouped, name).kernel[...], 2, 1))
+        getattr(full, name).bias = nnx.Param(jnp.repeat(getattr(grouped, name).bias[...], 2, 0))
+    if kind in ("t2r", "rfa", "performer"):
+        for name in {"t2r": ["weight", "bias"], "rfa": ["sigma"], "performer": ["directions"]}[kind]:
+            variable = getattr(grouped.feature_map, name)
+            setattr(full.feature_map, name, type(variable)(jnp.repeat(variable[...], 2, 0)))
+    if kind == "rfa":
+        full.feature_map.pool = grouped.feature_map.pool
+    x = sequence(10)
+    assert error(full(x)[0], grouped(x)[0]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rotary_attention_depends_on_distance_alone_where_it_should(kind):
+    """Softmax scores depend on relative positions only; every kind decodes as it trains."""
+    attention = make(kind, dataclasses.replace(SHAPE, rope_theta=100.0))
+    x = sequence(8)
+    positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
+    out, _ = attention(x, positions=positions)
+    if kind == "softmax":
+        assert error(attention(x, positions=positions + 13)[0], out) < 1e-4
+    state, pieces = attention.init_state(2, 8), []
+    for i in range(8):
+        piece, state = attention(x[:, i : i + 1], state=state, positions=positions[:, i : i + 1])
+        pieces.append(piece)
+    assert error(jnp.concatenate(pieces, 1), out) < 1e-5
+
+
+def test_rotation_turns_and_does_not_stretch():
+    x = jax.random.normal(jax.random.key(0), (1, 5, 2, 6))
+    positions = jnp.arange(5)[None]
+    turned = rotate(x, positions, 50.0)
+    np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
+    np.testing.assert_allclose(turned[:, 0], x[:, 0], rtol=1e-6)
+    expected = x[0, 2, 0, 0] * np.cos(2.0) - x[0, 2, 0, 3] * np.sin(2.0)  # the first pair turns by the position itself
+    assert float(turned[0, 2, 0, 0]) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_is_float32_and_activations_may_be_bfloat16(kind):
+    attention = make(kind, dataclasses.replace(SHAPE, dtype="bfloat16"))
+    reference = make(kind)
+    x = sequence(12)
+    out, state = attention(x.astype(jnp.bfloat16), state=attention.init_state(2, 12))
+    assert out.dtype == jnp.bfloat16
+    if kind != "softmax":
+        assert state.S.dtype == state.z.dtype == jnp.float32
+    assert error(out, reference(x)[0]) < 0.03  # rounding of weights and inputs included

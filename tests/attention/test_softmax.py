@@ -1,0 +1,57 @@
+"""Softmax attention against JAX's own, and its cache against itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from conftest import error
+from t2r.attention import softmax
+from t2r.attention.softmax import KVCache
+
+
+def inputs(batch=2, n=11, g=2, r=3, d=8):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (batch, n, g, r, d))
+    k, v = (jax.random.normal(key, (batch, n, g, d)) for key in keys[1:])
+    return q, k, v
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_it_is_jax_dot_product_attention(masked):
+    q, k, v = inputs()
+    mask = jnp.ones((2, 11), bool).at[0, 3:6].set(False) if masked else None
+    allowed = softmax.causal_mask(11, mask)
+    out = softmax.attend(q, softmax.heads_first(k), softmax.heads_first(v), allowed, 8**-0.5)
+    flat = q.reshape(2, 11, 6, 8)
+    expected = jax.nn.dot_product_attention(flat, k, v, mask=allowed[:, None], scale=8**-0.5)
+    assert error(out.reshape(2, 11, 6, 8), expected) < 1e-5
+
+
+def test_the_cache_gives_what_the_whole_sequence_gives():
+    q, k, v = inputs()
+    expected = softmax.attend(q, softmax.heads_first(k), softmax.heads_first(v), softmax.causal_mask(11), 0.3)
+    cache, pieces = KVCache.zeros(2, 13, 2, 8, jnp.float32), []
+    for low, high in [(0, 4), (4, 5), (5, 11)]:
+        cache = softmax.append(cache, k[:, low:high], v[:, low:high])
+        allowed = softmax.cached_mask(cache, high - low)
+        pieces.append(softmax.attend(q[:, low:high], cache.k, cache.v, allowed, 0.3))
+    assert error(jnp.concatenate(pieces, 1), expected) < 1e-6
+
+
+def test_a_cache_that_has_grown_is_the_same_cache():
+    q, k, v = inputs()
+    cache = softmax.append(KVCache.zeros(2, 11, 2, 8, jnp.float32), k, v)
+    grown = softmax.grow(cache, 20)
+    assert grown.valid.shape[1] == 20 and softmax.grow(cache, 5).valid.shape[1] == 11
+    for c in (cache, grown):
+        assert int(c.index) == 11
+    a, b = (softmax.attend(q, c.k, c.v, softmax.cached_mask(c, 11), 0.3) for c in (cache, grown))
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_a_query_that_sees_nothing_gives_no_nan():
+    q, k, v = inputs(batch=1, n=3)
+    allowed = softmax.causal_mask(3, jnp.array([[False, True, True]]))
+    function = lambda k: softmax.attend(q, softmax.heads_first(k), softmax.heads_first(v), allowed, 1.0).sum()  # noqa: E731
+    assert np.isfinite(function(k)) and np.isfinite(jax.grad(function)(k)).all()

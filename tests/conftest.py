@@ -1,0 +1,91 @@
+"""Shared set-up: two CPU devices, checked array shapes, and small models."""
+
+import os
+
+# Two devices, so that sharding is never trivial. Programs here are small and run once: compiling them is most of the
+# time, so LLVM is told not to try hard.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=2",
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+    ]
+)
+
+from jaxtyping import install_import_hook  # noqa: E402
+
+install_import_hook("t2r.attention", "beartype.beartype")
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from flax import nnx  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+from t2r.data.tokenizer import SentencePiece  # noqa: E402
+from t2r.model.config import AttentionSpec, ModelConfig, preset  # noqa: E402
+from t2r.model.parameters import arrays_of, with_arrays  # noqa: E402
+from t2r.model.transformer import LanguageModel  # noqa: E402
+
+# Each example compiles, so they are few; the seed is fixed, so that a failure is the same everywhere.
+settings.register_profile("t2r", max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+settings.load_profile("t2r")
+
+
+def error(actual, expected) -> float:
+    """RMS of the difference over RMS of the expected, over all leaves of two trees."""
+    flat = [np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(t)]) for t in (actual, expected)]
+    assert flat[0].shape == flat[1].shape
+    assert np.isfinite(flat[0]).all()
+    return float(np.sqrt(np.mean((flat[0] - flat[1]) ** 2)) / (np.sqrt(np.mean(flat[1] ** 2)) + 1e-30))
+
+
+def make_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
+    """A random model in which every bias and norm differs from its initial value, so that none can be forgotten."""
+    model = LanguageModel(config, rngs=nnx.Rngs(seed))
+    arrays = arrays_of(model)
+    keys = jax.random.split(jax.random.key(seed + 1), len(arrays))
+    noisy = {
+        name: array + 0.1 * jax.random.normal(key, array.shape) if array.ndim < 3 else array
+        for key, (name, array) in zip(keys, arrays.items())
+    }
+    return with_arrays(model, noisy)
+
+
+def micro(**fields) -> ModelConfig:
+    """The smallest model with all of the paper's parts."""
+    return preset("micro_lm", **fields)
+
+
+def linear_spec(name: str) -> tuple[AttentionSpec, ...]:
+    """Linear attention with this map in every layer; `softmax` for none."""
+    return (AttentionSpec() if name == "softmax" else AttentionSpec("linear", name, None if name == "elu" else 8),)
+
+
+def random_tokens(batch: int, length: int, seed: int = 0, vocab: int = 260):
+    return jax.random.randint(jax.random.key(seed), (batch, length), 0, vocab, dtype=jnp.int32)
+
+
+PROSE = "\n".join(
+    f"The {adjective} {noun} {verb} {count} {noun}s near the {adjective} river, and nobody asked why it {verb} them."
+    for adjective in ("quick", "lazy", "old", "bright", "silent", "heavy")
+    for noun in ("fox", "boat", "clerk", "lamp", "engine")
+    for verb in ("counts", "moves", "paints", "forgets")
+    for count in ("two", "seven", "ninety")
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> SentencePiece:
+    """Subwords of a little prose."""
+    return SentencePiece.train(PROSE, 300)
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    """A file with enough text to train on for a few steps."""
+    path = tmp_path / "prose.txt"
+    path.write_text(PROSE + "\n")
+    return path
