@@ -72,7 +72,7 @@ def test_rfa_approximates_the_gaussian_kernel_better_with_more_features():
 
 
 def test_performer_approximates_the_softmax_kernel_better_with_more_features():
-    x, y = vectors(0, scale=0.7), vectors(1, scale=0.7)
+    x, y = vectors(0, scale=0.4), vectors(1, scale=0.4)  # longer ones have heavy tails, and need far more features
     exact = jnp.exp(jnp.einsum("bngd,bmgd->nm", x, y) / 8**0.5)
     make = lambda size, seed: Performer(1, 8, size, query_scale=8**-0.5, rngs=nnx.Rngs(seed))  # noqa: E731
     found = errors_by_size(make, exact, x, y, (16, 64, 256, 1024))

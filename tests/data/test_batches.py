@@ -1,0 +1,45 @@
+"""Batches: contiguous blocks, every one once an epoch, from an iterator that can be put back."""
+
+import numpy as np
+import pytest
+
+from t2r.data.batches import Blocks, prepare_tokenizer, training_batches
+from t2r.errors import InputError
+
+
+def test_blocks_are_contiguous_and_overlap_by_the_one_token_they_predict():
+    blocks = Blocks(np.arange(35), 10)
+    assert len(blocks) == 3
+    np.testing.assert_array_equal(blocks[1], np.arange(10, 21))
+
+
+def test_every_epoch_has_each_block_once_in_another_order():
+    batches = training_batches(np.arange(81), length=10, batch=4, seed=1)
+    epochs = [np.concatenate([next(batches)[:, 0] for _ in range(2)]) for _ in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(0, 80, 10))
+    assert epochs[0].tolist() != epochs[1].tolist()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_saved_iterator_goes_on_where_it_was(batch):
+    batches = training_batches(np.arange(101), length=10, batch=batch, seed=2)
+    for _ in range(7):
+        next(batches)
+    state = batches.get_state()
+    expected = [next(batches) for _ in range(9)]
+    again = training_batches(np.arange(101), length=10, batch=batch, seed=2)
+    again.set_state(state)
+    np.testing.assert_array_equal([next(again) for _ in range(9)], expected)
+
+
+def test_too_little_text_is_refused():
+    with pytest.raises(InputError, match="2 blocks of data.length=10, fewer than data.batch=3"):
+        training_batches(np.arange(25), length=10, batch=3, seed=0)
+
+
+def test_the_tokenizer_is_learned_once(tmp_path, text_file):
+    first = prepare_tokenizer(tmp_path / "run", f"text:{text_file}", "train", "sentencepiece", 300)
+    text_file.write_text("quite another text, which the tokenizer never sees\n" * 50)
+    second = prepare_tokenizer(tmp_path / "run", f"text:{text_file}", "train", "sentencepiece", 300)
+    assert first.encode("The bright lamp") == second.encode("The bright lamp")

@@ -1,0 +1,73 @@
+"""Text sources: splits that do not overlap, and files that are refused."""
+
+import gzip
+
+import pytest
+
+from t2r.data.sources import SPLITS, load_documents, pydoc_documents, split_of
+from t2r.errors import InputError
+
+
+def test_pydoc_splits_are_prose_and_do_not_overlap():
+    documents = {split: load_documents("builtin:pydoc", split) for split in SPLITS}
+    sizes = {split: sum(map(len, texts)) for split, texts in documents.items()}
+    assert sizes["train"] > 1_000_000 and min(sizes["valid"], sizes["test"]) > 50_000
+    assert sum(sizes.values()) == sum(map(len, load_documents("builtin:pydoc", "all")))
+    train = "\n\n".join(documents["train"])
+    held_out = [p for split in ("valid", "test") for text in documents[split] for p in text.split("\n\n") if len(p) > 200]
+    shared = [paragraph for paragraph in held_out if paragraph in train]
+    assert len(held_out) > 200 and len(shared) < 0.02 * len(held_out)  # a licence, a repeated sentence
+
+
+def test_a_documents_split_comes_from_its_name_alone():
+    """So that the model that ships was trained on no other Python version's test split."""
+    assert [split_of(name) for name in ("topic/if", "module/abc.py", "module/argparse.py")] == ["train", "train", "train"]
+    names = pydoc_documents().keys()
+    assert {split_of(name) for name in names} == set(SPLITS)
+
+
+def test_a_file_is_cut_into_consecutive_parts(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {i}\n" for i in range(200)))
+    parts = [load_documents(f"text:{path}", split)[0] for split in SPLITS]
+    assert "".join(parts) == path.read_text() == load_documents(f"text:{path}", "all")[0]
+    assert [part.count("\n") for part in parts] == [180, 10, 10]
+
+
+def test_compressed_files_are_read(tmp_path):
+    path = tmp_path / "text.txt.gz"
+    path.write_bytes(gzip.compress("schöne Grüße\n".encode()))
+    assert load_documents(f"text:{path}", "all") == ["schöne Grüße\n"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", b"", "is empty"),
+        ("blank.txt", b" \n\n ", "is empty"),
+        ("binary.txt", b"text\0more", "NUL byte at 4"),
+        ("image.txt", b"\x89PNG\r\n", "byte 0 is 0x89"),
+        ("cut.txt.gz", gzip.compress(b"some text " * 100)[:-20], "cut short"),
+        ("not.txt.gz", b"plain text", "cannot read"),
+    ],
+)
+def test_files_that_are_no_text_are_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message) as raised:
+        load_documents(f"text:{tmp_path / name}", "all")
+    assert name in str(raised.value)
+
+
+def test_unknown_sources_and_splits_are_refused(tmp_path):
+    for spec in ("builtin:wikipedia", "text:", "file.txt"):
+        with pytest.raises(InputError, match="builtin:pydoc or text:PATH"):
+            load_documents(spec, "all")
+    with pytest.raises(InputError, match="train, valid, test, all"):
+        load_documents("builtin:pydoc", "dev")
+    with pytest.raises(InputError, match="no text file"):
+        load_documents(f"text:{tmp_path}/none.txt", "all")
+    with pytest.raises(InputError, match="is a folder"):
+        load_documents(f"text:{tmp_path}", "all")
+    (tmp_path / "short.txt").write_text("one\ntwo\n")
+    with pytest.raises(InputError, match="too few for a valid split"):
+        load_documents(f"text:{tmp_path}/short.txt", "valid")

@@ -1,0 +1,72 @@
+"""Model configs: what they fill in, what they refuse."""
+
+import json
+
+import pytest
+
+from conftest import micro
+from t2r.errors import InputError
+from t2r.model.config import AttentionSpec, ModelConfig, from_dict, preset
+from t2r.model.parameters import abstract_model, arrays_of, count
+
+
+def test_presets_have_the_papers_sizes():
+    """Counts by hand: see the arithmetic."""
+    embedding = 20_000 * 1024 + 40_000 * 256 + 207_735 * 64
+    projections = (1024 + 256 + 64) * 1024 + 2 * 1024  # and the two classes of the adaptive softmax
+    layer = 4 * (1024 * 1024 + 1024) + 2 * 1024 * 4096 + 4096 + 1024 + 4 * 1024
+    for name, layers, total in [("paper_lm", 32, 448_472_512), ("baevski_lm", 16, 246_932_928)]:
+        config = preset(name)
+        assert (config.layers, config.heads, config.head_dim, config.width) == (layers, 8, 128, 1024)
+        assert count(arrays_of(abstract_model(config))) == embedding + projections + layers * layer == total
+
+
+def test_phi_adds_what_the_paper_says():
+    """rk(d + 1) parameters a layer, less than 0.2% in all (§2.2)."""
+    config = preset("paper_lm", layers=1)
+    converted = config.replace(attention=(AttentionSpec("linear", "t2r", 32),))
+    added = count(arrays_of(abstract_model(converted))) - count(arrays_of(abstract_model(config)))
+    assert added == 8 * 32 * (128 + 1)
+    assert 32 * added / 448_472_512 < 0.0025  # the paper's whole model, counted above; it says "less than 0.2%"
+
+
+def test_a_config_survives_json():
+    config = micro(attention=(AttentionSpec("linear", "t2r", 8), AttentionSpec()), kv_heads=1)
+    assert from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("fields", "messages"),
+    [
+        (dict(positions="rotory"), ["positions='rotory'", "rotary"]),
+        (dict(kv_heads=3), ["heads=2", "kv_heads=3"]),
+        (dict(dropout=1.0, layer_dropout=-0.1), ["dropout=1.0", "layer_dropout=-0.1"]),
+        (dict(positions="learned"), ["max_positions"]),
+        (dict(adaptive_cutoffs=(120, 40)), ["adaptive_cutoffs=(120, 40)"]),
+        (dict(attention=(AttentionSpec("linear", "t2rr"),)), ["layer 0", "layer 1", "'t2rr'", "performer"]),
+        (dict(attention=(AttentionSpec("linear", "t2r", 0),)), ["features=0"]),
+        (dict(attention=(AttentionSpec("linear", "elu", 7),)), ["elu", "7"]),
+        (dict(attention=(AttentionSpec("merged", "rfa", 8),)), ["only feature map 't2r'"]),
+        (dict(attention=(AttentionSpec(),) * 3), ["names 3 layers", "layers=2"]),
+        (dict(attention=(AttentionSpec("merged", "t2r", 8),), positions="rotary"), ["rotary", "no merging"]),
+    ],
+)
+def test_every_problem_is_named(fields, messages):
+    with pytest.raises(InputError) as raised:
+        micro(**fields)
+    for message in messages:
+        assert message in str(raised.value)
+
+
+def test_unknown_and_missing_fields_are_listed_together():
+    with pytest.raises(InputError) as raised:
+        from_dict({"vocab_size": 10, "layer": 3, "wdith": 4})
+    for name in ("layer", "wdith", "layers", "width", "heads", "feedforward"):
+        assert f"'{name}'" in str(raised.value)
+    with pytest.raises(InputError, match="paper_lm"):
+        preset("papper_lm")
+
+
+def test_a_config_is_frozen():
+    with pytest.raises(AttributeError):
+        ModelConfig(vocab_size=8, layers=1, width=8, heads=1, feedforward=8).layers = 2

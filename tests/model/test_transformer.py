@@ -1,0 +1,167 @@
+"""The language model: one function, whether run whole, token by token, or padded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import error, linear_spec, make_model, micro, random_tokens
+from t2r.errors import InputError
+from t2r.model.config import AttentionSpec
+from t2r.model.embedding import AdaptiveEmbedding, loss_in_chunks, sinusoids
+from t2r.model.transformer import Block, LanguageModel, check_length
+
+KINDS = ["softmax", "t2r", "elu", "rfa", "performer"]
+
+FAMILIES = {
+    "paper": {},
+    "post-norm": dict(norm_placement="after"),
+    "llama": dict(
+        norm="rms", positions="rotary", activation="swish", gated=True, bias=False, kv_heads=1, tied_output=False,
+        adaptive_cutoffs=(), scale_embedding=False, final_norm=True,
+    ),
+    "gpt-2": dict(positions="learned", max_positions=40, activation="gelu", final_norm=True, adaptive_cutoffs=()),
+    "no positions": dict(positions="none"),
+    "hybrid": dict(attention=(AttentionSpec("linear", "t2r", 8), AttentionSpec())),
+    "merged": dict(attention=(AttentionSpec("merged", "t2r", 8),)),
+}  # fmt: skip
+
+
+def decode(model, tokens, sizes):
+    """Hidden states from pieces of the given sizes, through the state."""
+    state, pieces, first = model.init_state(tokens.shape[0], tokens.shape[1]), [], 0
+    for size in sizes:
+        hidden, state = model(tokens[:, first : first + size], state=state)
+        pieces.append(hidden)
+        first += size
+    return jnp.concatenate(pieces, 1), state
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_decodes_as_it_trains(family):
+    model = make_model(micro(**FAMILIES[family]))
+    tokens = random_tokens(2, 12)
+    run = jax.jit(lambda: (model(tokens)[0], decode(model, tokens, [5, 1, 1, 4, 1])[0]))
+    whole, pieces = run()
+    assert error(pieces, whole) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(lengths=st.lists(st.integers(1, 9), min_size=2, max_size=3), left=st.booleans())
+def test_a_padded_batch_is_its_texts_one_by_one(kind, lengths, left):
+    """Hidden states of real tokens, and all that is decoded after them."""
+    model = make_model(micro(attention=linear_spec(kind)))
+    width = max(lengths)
+    rows, mask = np.asarray(random_tokens(len(lengths), width, seed=sum(lengths))).copy(), np.zeros((len(lengths), width), bool)
+    for row, length in enumerate(lengths):
+        mask[row, slice(width - length, None) if left else slice(0, length)] = True
+    more = random_tokens(len(lengths), 2, seed=9)
+
+    @jax.jit
+    def batched():
+        hidden, state = model(jnp.asarray(rows), mask=jnp.asarray(mask), state=model.init_state(len(lengths), width + 2))
+        return hidden, model(more, state=state)[0]
+
+    hidden, after = batched()
+    for row, length in enumerate(lengths):
+        real = jnp.asarray(rows[row][mask[row]])[None]
+        whole = jax.jit(lambda tokens: model(tokens)[0])(jnp.concatenate([real, more[row : row + 1]], 1))
+        assert error(hidden[row][mask[row]], whole[0, :length]) < 1e-5
+        assert error(after[row], whole[0, length:]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_follows_float32(kind):
+    config = micro(attention=linear_spec(kind))
+    tokens = random_tokens(2, 20)
+    exact = make_model(config).losses(tokens[:, :-1], tokens[:, 1:])
+    small = make_model(config.replace(dtype="bfloat16")).losses(tokens[:, :-1], tokens[:, 1:])
+    assert small.dtype == jnp.float32
+    assert error(small, exact) < 3e-2
+
+
+def test_adaptive_softmax_is_a_distribution_and_its_loss_the_same_one():
+    model = make_model(micro())
+    x = jax.random.normal(jax.random.key(0), (50, 32))
+    targets = jnp.arange(50) * 5 % 260  # all three bands
+    log_probs = model.log_probs(x)
+    np.testing.assert_allclose(jnp.exp(log_probs).sum(-1), 1.0, rtol=1e-5)
+    np.testing.assert_allclose(model.embedding.loss(x, targets), -log_probs[jnp.arange(50), targets], rtol=1e-5)
+
+
+def test_adaptive_embedding_by_hand():
+    """Each band has its own table and projection; the output shares them; band 0 is scored unprojected."""
+    embedding = AdaptiveEmbedding(micro(), rngs=nnx.Rngs(0))
+    tables, projections = [t[...] for t in embedding.tables], [p[...] for p in embedding.projections]
+    assert [t.shape for t in tables] == [(40, 32), (80, 8), (140, 2)]
+    embedded = embedding.embed(jnp.array([[7, 41, 259]]))[0]
+    for row, (band, index) in enumerate([(0, 7), (1, 1), (2, 139)]):
+        np.testing.assert_allclose(embedded[row], tables[band][index] @ projections[band], rtol=1e-5, atol=1e-6)
+    x = jax.random.normal(jax.random.key(1), (32,))
+    head = jax.nn.log_softmax(jnp.concatenate([tables[0] @ x, embedding.classes[...].T @ x]))
+    tail = jax.nn.log_softmax(tables[2] @ (projections[2] @ x))
+    log_probs = embedding.log_probs(x)
+    assert float(log_probs[7]) == pytest.approx(float(head[7]), rel=1e-5)
+    assert float(log_probs[259]) == pytest.approx(float(head[41] + tail[139]), rel=1e-5)
+
+
+@pytest.mark.parametrize("cutoffs", [(), (40, 120)], ids=["plain", "adaptive"])
+def test_the_loss_in_chunks_is_the_loss(cutoffs, monkeypatch):
+    """Value and gradient, at a size that does not divide the chunk."""
+    monkeypatch.setattr("t2r.model.embedding.LOSS_CHUNK", 16)
+    model = make_model(micro(adaptive_cutoffs=cutoffs))
+    x, targets = jax.random.normal(jax.random.key(0), (3, 13, 32)), random_tokens(3, 13)
+    chunked = jax.value_and_grad(lambda x: loss_in_chunks(model.embedding, x, targets).mean())(x)
+    whole = jax.value_and_grad(lambda x: model.embedding.loss(x.reshape(39, 32), targets.reshape(39)).mean())(x)
+    assert error(chunked, whole) < 1e-5
+
+
+def test_sinusoids_are_sines_and_cosines_of_the_position():
+    found = np.asarray(sinusoids(jnp.array([[0, 3]]), 8))[0]
+    frequency = 10_000.0 ** (-np.arange(4) / 3)
+    np.testing.assert_allclose(found[0], [0, 0, 0, 0, 1, 1, 1, 1], atol=1e-6)
+    np.testing.assert_allclose(found[1], np.concatenate([np.sin(3 * frequency), np.cos(3 * frequency)]), rtol=1e-4)
+
+
+def test_dropout_needs_a_key_and_follows_it():
+    model = make_model(micro(dropout=0.3, attention_dropout=0.2, activation_dropout=0.1, adaptive_dropout=0.2))
+    tokens = random_tokens(1, 9)
+    losses = lambda key: model.losses(tokens[:, :-1], tokens[:, 1:], key=key)  # noqa: E731
+    np.testing.assert_array_equal(losses(None), losses(None))
+    np.testing.assert_array_equal(losses(jax.random.key(1)), losses(jax.random.key(1)))
+    assert not np.allclose(losses(jax.random.key(1)), losses(jax.random.key(2)))
+    assert not np.allclose(losses(jax.random.key(1)), losses(None))
+
+
+def test_layer_dropout_leaves_a_layer_out_whole():
+    """About as often as asked, never in evaluation."""
+    config = micro(layer_dropout=0.4)
+    block, x = Block(config, AttentionSpec(), rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (1, 3, 32))
+    run = jax.jit(lambda key: jnp.allclose(block(x, key=key)[0], x))
+    skipped = np.mean([bool(run(jax.random.key(i))) for i in range(300)])
+    assert 0.3 < skipped < 0.5
+    assert not np.allclose(block(x)[0], x)
+
+
+def test_learned_positions_end_somewhere():
+    config = micro(positions="learned", max_positions=16)
+    check_length(config, 16)
+    with pytest.raises(InputError, match="17 tokens.*max_positions=16"):
+        check_length(config, 17)
+
+
+def test_gradients_reach_every_parameter():
+    """Nothing is forgotten in the forward pass, in any family."""
+    for family in FAMILIES.values():
+        graph, state = nnx.split(make_model(micro(**family)))
+        tokens = random_tokens(2, 24)  # long enough to touch all bands
+        loss = lambda state: nnx.merge(graph, state).losses(tokens[:, :-1], tokens[:, 1:]).mean()  # noqa: E731
+        for path, gradient in nnx.to_flat_state(jax.jit(jax.grad(loss))(state)):
+            assert np.abs(np.asarray(gradient.get_value())).max() > 0, path
+
+
+def test_the_model_is_a_flax_module():
+    assert isinstance(LanguageModel(micro(), rngs=nnx.Rngs(0)), nnx.Module)
