@@ -70,31 +70,39 @@ def split_of(name: str) -> str:
 def pydoc_documents() -> dict[str, str]:
     """English prose that every CPython has: its documentation topics, and the standard library's docstrings.
 
-    name → text, a document for each topic and each module. A docstring that occurs twice is kept once, in training
-    if it occurs there, so that nothing in validation or test was trained on.
+    name → text, a document for each topic and each module, without paragraphs that occur in an earlier split.
     """
     try:
         from pydoc_data.topics import topics
     except ImportError:
         topics = {}  # some distributions pack it apart; the docstrings remain
-    collected = {f"topic/{name}": [text.strip()] for name, text in sorted(topics.items())}
+    documents = {f"topic/{name}": text.strip() for name, text in topics.items()}
     library = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(library.rglob("*.py")):
+    for path in library.rglob("*.py"):
         relative = path.relative_to(library)
         if not _NOT_PROSE.intersection(relative.parts):
-            collected[f"module/{relative.as_posix()}"] = _docstrings(path)
-    seen, kept = set(), {}
-    for name in sorted(collected, key=lambda name: SPLITS.index(split_of(name))):
-        fresh = [text for text in dict.fromkeys(collected[name]) if text not in seen]
-        seen.update(fresh)
-        if fresh:
-            kept[name] = "\n\n".join(fresh)
-    if sum(map(len, kept.values())) < 200_000:
+            documents[f"module/{relative.as_posix()}"] = "\n\n".join(_docstrings(path))
+    if sum(map(len, documents.values())) < 200_000:
         raise InputError(
             f"this Python has almost no documentation in {library}: use a full CPython (on Debian, the packages "
             "python3 and libpython3-stdlib), or text:PATH"
         )
-    return {name: kept[name] for name in sorted(kept)}
+    return _without_repetitions(documents)
+
+
+def _without_repetitions(documents: dict[str, str]) -> dict[str, str]:
+    """Drops from each split the paragraphs, short ones apart, that a split before it has, and then empty documents."""
+    seen, kept = set(), {}
+    for split in SPLITS:
+        members = {name: text.split("\n\n") for name, text in documents.items() if split_of(name) == split}
+        for name, paragraphs in members.items():
+            kept[name] = "\n\n".join(p for p in paragraphs if len(p.split()) < 10 or _key(p) not in seen)
+        seen.update(_key(paragraph) for paragraphs in members.values() for paragraph in paragraphs)
+    return {name: kept[name] for name in sorted(kept) if kept[name].strip()}
+
+
+def _key(paragraph: str) -> str:
+    return " ".join(paragraph.split())  # the same words may be indented or wrapped otherwise
 
 
 def _docstrings(path: Path) -> list[str]:

@@ -126,10 +126,12 @@ def go_on(
 
 
 def fork(generation: Generation, copies: int) -> Generation:
-    """Each text `copies` times, side by side, each free to go its own way."""
-    return jax.tree.map(lambda x: jnp.repeat(x, copies, 0) if x.ndim else x, generation._replace(key=None))._replace(
-        key=generation.key
+    """Each text `copies` times, side by side, each free to go its own way; shares nothing with the original."""
+    key = jnp.array(generation.key, copy=True)
+    repeated = jax.tree.map(
+        lambda x: jnp.repeat(x, copies, 0) if x.ndim else jnp.array(x, copy=True), generation._replace(key=None)
     )
+    return repeated._replace(key=key)
 
 
 def check_memory(model: LanguageModel, batch: int, length: int) -> None:

@@ -15,13 +15,12 @@ def test_pydoc_splits_are_prose_and_do_not_overlap():
     assert sum(sizes.values()) == sum(map(len, load_documents("builtin:pydoc", "all")))
     train = "\n\n".join(documents["train"])
     held_out = [p for split in ("valid", "test") for text in documents[split] for p in text.split("\n\n") if len(p) > 200]
-    shared = [paragraph for paragraph in held_out if paragraph in train]
-    assert len(held_out) > 200 and len(shared) < 0.02 * len(held_out)  # a licence, a repeated sentence
+    assert len(held_out) > 200 and not [paragraph for paragraph in held_out if paragraph in train]
 
 
 def test_a_documents_split_comes_from_its_name_alone():
     """So that the model that ships was trained on no other Python version's test split."""
-    assert [split_of(name) for name in ("topic/if", "module/abc.py", "module/argparse.py")] == ["train", "train", "train"]
+    assert [split_of(name) for name in ("topic/if", "module/abc.py", "module/types.py")] == ["valid", "train", "train"]
     names = pydoc_documents().keys()
     assert {split_of(name) for name in names} == set(SPLITS)
 
@@ -50,6 +49,7 @@ def test_compressed_files_are_read(tmp_path):
         ("cut.txt.gz", gzip.compress(b"some text " * 100)[:-20], "cut short"),
         ("not.txt.gz", b"plain text", "cannot read"),
     ],
+    ids=["empty", "blank", "NUL", "image", "cut gzip", "no gzip"],
 )
 def test_files_that_are_no_text_are_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
