@@ -4,7 +4,7 @@
     python -m t2r train --config=configs/tiny_lm.py:t2r --workdir=runs/t2r           150 steps of finetuning: the quickstart's
     python -m t2r train --config=configs/tiny_lm.py:t2r_long --workdir=runs/t2r_long the same conversion, 3,000 larger steps
 
-Variants: transformer; t2r, t2r_75, elu, rfa, performer, phi_frozen, phi_only, each also with _long; t2r_scratch.
+Variants: transformer; t2r, t2r_75, elu, rfa, performer, phi_frozen, phi_only, softmax, each also with _long; t2r_scratch.
 Costs and scores measured here are in results/tiny_lm.md.
 """
 
@@ -20,6 +20,7 @@ CONVERSIONS = {
     "performer": ("performer", 32, "none", "all"),
     "phi_frozen": ("t2r", 32, "none", "all_but_feature_maps"),
     "phi_only": ("t2r", 32, "none", "feature_maps"),
+    "softmax": ("", 0, "none", "all"),  # no conversion: what the same finetuning does to the transformer itself
 }
 
 

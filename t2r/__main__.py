@@ -30,17 +30,29 @@ def main(arguments: list[str]) -> int:
     from t2r.errors import InputError
 
     try:
-        rest = flags.FLAGS(arguments)[1:]
-        if rest:
-            raise InputError(f"unexpected arguments {' '.join(rest)}: flags are written --name=value")
+        parse_flags(command, arguments)
         finish(command.main())
-    except (InputError, flags.Error) as error:
+    except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; what was saved is intact, and the same command goes on from it", file=sys.stderr)
         return 130
     return 0
+
+
+def parse_flags(command, arguments: list[str]) -> None:
+    """Reads the flags; whatever is wrong with one is bad input."""
+    from t2r.errors import InputError
+
+    if hasattr(command, "check_arguments"):
+        command.check_arguments(arguments)
+    try:
+        rest = flags.FLAGS(arguments)[1:]
+    except (flags.Error, TypeError, ValueError) as error:
+        raise InputError(str(error)) from None
+    if rest:
+        raise InputError(f"unexpected arguments {' '.join(rest)}: flags are written --name=value")
 
 
 def _summary(name: str) -> str:

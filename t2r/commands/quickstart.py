@@ -6,7 +6,6 @@ Swap, finetune, merge, generate, measure; the last line is JSON and names report
 where it was; a finished one is only measured again.
 """
 
-import importlib.util
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ _LENGTHS = flags.DEFINE_list("lengths", ["128", "512", "1024", "2048"], "Generat
 _BATCH = flags.DEFINE_integer("batch", 16, "Texts decoded at a time.", lower_bound=1)
 
 MODEL = "builtin:tiny_lm"
-CONFIG = Path(__file__).parents[2] / "configs" / "tiny_lm.py"
+CONFIG = f"{Path(__file__).parents[2]}/configs/tiny_lm.py:t2r"
 PROMPT = "Return a new"
 
 
@@ -33,11 +32,12 @@ def main() -> dict[str, Any]:
     from t2r.data.batches import tokenize
     from t2r.data.sources import load_documents
     from t2r.evaluate.perplexity import perplexity
+    from t2r.train.config import load_config
     from t2r.train.trainer import train
 
     began = time.monotonic()
     workdir, lengths = Path(_WORKDIR.value), parse_lengths(_LENGTHS.value)
-    config = load_config("t2r")
+    config = load_config(CONFIG)
     if _STEPS.value is not None:
         config.steps = _STEPS.value
 
@@ -112,14 +112,6 @@ def parse_lengths(texts: list[str]) -> list[int]:
     if not texts or not all(text.strip().isdigit() and int(text) for text in texts):
         raise InputError(f"--lengths={','.join(texts)}: give whole numbers above 0, such as 128,512")
     return sorted({int(text) for text in texts})
-
-
-def load_config(variant: str):
-    """The config that the quickstart shares with `python -m t2r train`."""
-    spec = importlib.util.spec_from_file_location("tiny_lm", CONFIG)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config(variant)
 
 
 def validation_curve(workdir: Path) -> dict[int, float]:

@@ -16,13 +16,22 @@ _CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file of 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; made if it is not there.", required=True)
 
 
+def check_arguments(arguments: list[str]) -> None:
+    """Loads the config and looks for its fields first, for errors that are easier to read than those of the flags."""
+    from t2r.errors import InputError
+    from t2r.train.config import check_overrides, load_config
+
+    files = [argument.split("=", 1)[1] for argument in arguments if argument.startswith("--config=")]
+    if not files:
+        raise InputError("--config is missing: name a file, such as --config=configs/tiny_lm.py")
+    overridden = [argument.removeprefix("--config.") for argument in arguments if argument.startswith("--config.")]
+    check_overrides(load_config(files[-1]), [field.split("=", 1)[0] for field in overridden])
+
+
 def main() -> dict[str, Any]:
     from t2r.console import table
-    from t2r.errors import InputError
     from t2r.train.trainer import train
 
-    if _CONFIG.value is None:
-        raise InputError("--config is missing: name a file such as configs/tiny_lm.py")
     result = train(_CONFIG.value, Path(_WORKDIR.value))
     print(table(["result", ""], result.items()))
     return result

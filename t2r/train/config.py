@@ -1,8 +1,12 @@
 """The fields of a run. Config files start from `default_config()`; it is locked, so a misspelt field is an error."""
 
+import difflib
+import importlib.util
+from pathlib import Path
+
 from ml_collections import ConfigDict
 
-from t2r.errors import raise_all
+from t2r.errors import InputError, raise_all
 from t2r.model.config import PRESETS, RUNTIME_FIELDS, ModelConfig, preset
 
 # Fields that may change between a run and its continuation: they do not change what is computed.
@@ -56,6 +60,42 @@ def default_config() -> ConfigDict:
             export_dtype="float32",  # or float16, of the weights in workdir/model
         )
     )
+
+
+def load_config(name: str) -> ConfigDict:
+    """The config of a file, `PATH.py` or `PATH.py:VARIANT`."""
+    path, _, variant = name.partition(":")
+    if not Path(path).is_file():
+        raise InputError(f"no config file {path}: name one such as configs/tiny_lm.py")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        return module.get_config(variant) if variant else module.get_config()
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def check_overrides(config: ConfigDict, names: list[str]) -> None:
+    """Refuses fields (`data.batch`) that the config does not have, all in one error, each with what was meant."""
+    known = fields_of(config)
+    problems = []
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            meant = f": did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
+            problems.append(f"unknown field {name!r}{meant}")
+    raise_all("config:", problems)
+
+
+def fields_of(config: ConfigDict, prefix: str = "") -> list[str]:
+    """The names of all fields, `optimizer.learning_rate` and so on."""
+    names = []
+    for name, value in config.items():
+        names += fields_of(value, f"{prefix}{name}.") if isinstance(value, ConfigDict) else [prefix + name]
+    return names
 
 
 def architecture(name: str, **fields) -> ConfigDict:

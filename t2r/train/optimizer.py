@@ -1,6 +1,7 @@
 """Optimizers and schedules as the paper used them, from optax."""
 
 import jax
+import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
@@ -36,7 +37,8 @@ def make_schedule(fields: ConfigDict, steps: int) -> optax.Schedule:
         return cosine_cycles(fields, rise, warmup, first, steps)
     if fields.schedule == "inverse_sqrt":
         peak = max(warmup, 1)
-        fall = lambda step: fields.learning_rate * (peak / (step + peak)) ** 0.5  # noqa: E731
+        # Counted from the end of the warm-up; before it this is computed too, and thrown away.
+        fall = lambda step: fields.learning_rate * (peak / jnp.maximum(step + peak, 1)) ** 0.5  # noqa: E731
         return optax.join_schedules([rise, fall], [warmup])
     if fields.schedule == "constant":
         return optax.join_schedules([rise, optax.constant_schedule(fields.learning_rate)], [warmup])

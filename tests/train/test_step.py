@@ -1,0 +1,93 @@
+"""The training step: accumulation, sharding, precision, and which parameters it moves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from conftest import error, make_model, micro, random_tokens
+from t2r.convert.swap import swap
+from t2r.errors import InputError
+from t2r.model.parameters import arrays_of, trainable_names
+from t2r.train.config import default_config
+from t2r.train.optimizer import make_optimizer
+from t2r.train.sharding import make_mesh
+from t2r.train.step import init_state, make_step
+
+
+def run(model, *, steps=3, devices=1, accumulate=1, trainable="all"):
+    """Losses and final parameters of a few steps on 4 sequences."""
+    options = default_config().optimizer
+    options.warmup_steps = 1
+    options.learning_rate = 0.01
+    optimizer, mesh = make_optimizer(options, steps), make_mesh(ConfigDict({"data": devices}))
+    state = init_state(arrays_of(model), trainable_names(model, trainable), optimizer, 0)
+    step = make_step(model, optimizer, mesh)
+    losses = []
+    for i in range(steps):
+        state, result = step(state, random_tokens(4, 17, seed=i).reshape(accumulate, -1, 17))
+        losses.append(float(result["loss"]))
+    return losses, {**state.trained, **state.frozen}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return swap(make_model(micro()), features=8)
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return run(jax.tree.map(jnp.copy, model))
+
+
+def test_the_loss_falls(plain):
+    model = make_model(micro())
+    options = default_config().optimizer
+    options.update(learning_rate=0.01, warmup_steps=1)
+    optimizer, mesh = make_optimizer(options, 30), make_mesh(ConfigDict({"data": 1}))
+    state = init_state(arrays_of(model), trainable_names(model, "all"), optimizer, 0)
+    step, tokens = make_step(model, optimizer, mesh), random_tokens(4, 17).reshape(1, 4, 17)
+    losses = []
+    for _ in range(30):
+        state, result = step(state, tokens)
+        losses.append(float(result["loss"]))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("options", [dict(accumulate=2), dict(accumulate=4), dict(devices=2), dict(devices=2, accumulate=2)])
+def test_parts_and_devices_change_nothing(model, plain, options):
+    losses, arrays = run(jax.tree.map(jnp.copy, model), **options)
+    np.testing.assert_allclose(losses, plain[0], rtol=1e-5)
+    assert error(arrays, plain[1]) < 1e-5
+
+
+def test_bfloat16_follows_float32(plain):
+    model = swap(make_model(micro(dtype="bfloat16")), features=8)
+    losses, arrays = run(model)
+    np.testing.assert_allclose(losses, plain[0], rtol=2e-2)
+    assert {array.dtype.name for array in arrays.values()} == {"float32"}
+
+
+@pytest.mark.parametrize("trainable", ["all", "feature_maps", "all_but_feature_maps"])
+def test_only_what_should_train_trains(model, trainable):
+    before = {name: np.asarray(array) for name, array in arrays_of(model).items()}
+    _, after = run(jax.tree.map(jnp.copy, model), steps=2, trainable=trainable)
+    moved = {name for name in before if not np.array_equal(before[name], after[name])}
+    in_maps = {name for name in before if ".feature_map." in name}
+    assert moved == {"all": set(before), "feature_maps": in_maps, "all_but_feature_maps": set(before) - in_maps}[trainable]
+
+
+def test_random_features_are_constants(model):
+    swapped = swap(make_model(micro()), feature_map="rfa", features=8)
+    names = trainable_names(swapped, "all")
+    assert not any(name.endswith(".pool") for name in names) and any(name.endswith(".sigma") for name in names)
+
+
+def test_bad_requests_are_refused(model):
+    with pytest.raises(InputError, match="all, feature_maps, all_but_feature_maps"):
+        trainable_names(model, "phi")
+    with pytest.raises(InputError, match="convert it first"):
+        trainable_names(make_model(micro()), "feature_maps")
+    with pytest.raises(InputError, match="config.mesh.data=3: there are 2 devices"):
+        make_mesh(ConfigDict({"data": 3}))

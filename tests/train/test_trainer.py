@@ -1,0 +1,163 @@
+"""Whole runs, in processes of their own: killed at any moment and started again, they end the same."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from t2r.train.metrics import read_metrics
+
+ROOT = Path(__file__).parents[2]
+
+CONFIG = """
+from t2r.train.config import architecture, default_config
+
+def get_config():
+    config = default_config()
+    config.steps = 24
+    config.model = architecture("micro_lm", dropout=0.1, adaptive_cutoffs=())
+    config.convert.feature_map = "rfa"  # redraws its features at every step: the random state matters
+    config.convert.features = 8
+    config.data.source = "text:{text}"
+    config.data.vocab_size = 300
+    config.data.length = 32
+    config.data.batch = 4
+    config.accumulate = 2
+    config.optimizer.warmup_steps = 4
+    config.log_every = 1
+    config.eval_every = 10
+    config.checkpoint_every = 3
+    return config
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path, text_file):
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG.format(text=text_file))
+    return path
+
+
+def command(config_file, workdir, *more):
+    return [sys.executable, "-m", "t2r", "train", f"--config={config_file}", f"--workdir={workdir}", *more]
+
+
+def environment():
+    fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    return {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": fast}
+
+
+def train(config_file, workdir, *more):
+    return subprocess.run(
+        command(config_file, workdir, *more), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+
+
+def losses(workdir):
+    return {line["step"]: line["loss"] for line in read_metrics(workdir / "metrics.jsonl") if "loss" in line}
+
+
+def kill_when(process, condition):
+    """kill -9 as soon as the condition holds; True if the process was still alive then."""
+    while process.poll() is None:
+        if condition():
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def test_killed_runs_end_as_if_nothing_had_happened(config_file, tmp_path):
+    """kill -9 several times: between steps, while a checkpoint is being written, and right after one."""
+    whole = train(config_file, tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    expected = losses(tmp_path / "whole")
+    assert len(expected) == 24
+
+    workdir = tmp_path / "killed"
+    folder = workdir / "checkpoints"
+    chance = random.Random(0)
+
+    def logged():
+        return len(losses(workdir))
+
+    def writing():  # orbax writes under another name and renames
+        return folder.exists() and any("tmp" in p.name for p in folder.iterdir())
+
+    moments = [
+        lambda: logged() >= 2,  # before the first checkpoint
+        writing,
+        lambda: logged() >= 8 + chance.randrange(3),
+        lambda: writing() and logged() >= 12,
+        lambda: (folder / "18").exists(),
+    ]
+    kills = 0
+    for moment in moments:
+        process = subprocess.Popen(
+            command(config_file, workdir), env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        kills += kill_when(process, moment)
+    assert kills >= 4
+    final = train(config_file, workdir)
+    assert final.returncode == 0, final.stderr
+    assert losses(workdir) == expected
+    result, reference = (json.loads(run.stdout.splitlines()[-1]) for run in (final, whole))
+    assert result["valid_perplexity"] == reference["valid_perplexity"]
+    steps = [line["step"] for line in read_metrics(workdir / "metrics.jsonl") if "loss" in line]
+    assert steps == sorted(set(steps)), "each step is logged once"
+
+
+def test_a_run_goes_on_with_more_steps_but_not_with_another_config(config_file, tmp_path):
+    workdir = tmp_path / "run"
+    first = train(config_file, workdir, "--config.steps=4")
+    assert first.returncode == 0, first.stderr
+    more = train(config_file, workdir, "--config.steps=6")
+    assert more.returncode == 0 and "continuing at step 4 of 6" in more.stderr
+    assert json.loads(more.stdout.splitlines()[-1])["steps"] == 6
+    other = train(config_file, workdir, "--config.seed=7", "--config.accumulate=1")
+    assert other.returncode == 2 and "config.seed was 0, is 7" in other.stderr and "config.accumulate" in other.stderr
+    provenance = json.loads((workdir / "model" / "provenance.json").read_text())
+    assert [entry["action"] for entry in provenance["history"]] == ["swap", "train"]
+    assert list((workdir / "tensorboard").glob("events*"))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(config_file, tmp_path):
+    workdir = tmp_path / "run"
+    assert train(config_file, workdir, "--config.steps=4").returncode == 0
+    # The same run goes on in a world where its parameters have gone bad.
+    broken = tmp_path / "broken.py"
+    broken.write_text(config_file.read_text().replace("return config", "config.optimizer.learning_rate = 1e30\n    return config"))
+    run = train(broken, tmp_path / "bad", "--config.optimizer.warmup_steps=0", "--config.optimizer.clip_norm=0.0")
+    assert run.returncode == 2
+    assert "step 2" in run.stderr and "config.optimizer.learning_rate (now 1e+30)" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert not (tmp_path / "bad" / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "messages"),
+    [
+        (["--config.stpes=3"], ["stpes", "steps"]),
+        (["--config.model.dropuot=0.1"], ["dropuot"]),
+        (["--config.steps=soon"], ["steps"]),
+        (["--config.convert.feature_map=t2rr"], ["'t2rr'", "performer"]),
+        (["--config.convert.features=-1", "--config.steps=0"], ["convert.features=-1", "config.steps=0"]),
+        (["--config.accumulate=3"], ["config.data.batch=4", "config.accumulate=3"]),
+        (["--config.data.source=text:/no/such/file"], ["no text file /no/such/file"]),
+        (["--config.data.batch=4000"], ["fewer than data.batch=4000"]),
+        (["--config.init_from=/nowhere"], ["config.init_from"]),
+    ],
+)
+def test_bad_configs_get_one_clear_error(config_file, tmp_path, flags, messages):
+    run = train(config_file, tmp_path / "run", *flags)
+    assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
+    for message in messages:
+        assert message in run.stderr
+    assert not list(tmp_path.glob("run/checkpoints/*"))
