@@ -1,10 +1,14 @@
 """A language model for two CPU cores: a transformer on text that every Python has, then an RNN made of it.
 
-    python -m t2r train --config=configs/tiny_lm.py --workdir=runs/transformer       the transformer (ships as builtin:tiny_lm)
-    python -m t2r train --config=configs/tiny_lm.py:t2r --workdir=runs/t2r           150 steps of finetuning: the quickstart's
-    python -m t2r train --config=configs/tiny_lm.py:t2r_long --workdir=runs/t2r_long the same conversion, 3,000 larger steps
+    python -m t2r train --config=configs/tiny_lm.py[:VARIANT] --workdir=DIR
 
-Variants: transformer; t2r, t2r_75, elu, rfa, performer, phi_frozen, phi_only, softmax, each also with _long; t2r_scratch.
+VARIANT is
+    transformer   pretraining (the default); its result ships as builtin:tiny_lm
+    t2r           conversion and 150 steps of finetuning, under two minutes on two cores; what the quickstart runs
+    t2r_long      the same conversion, 3,000 larger steps
+    t2r_75, elu, rfa, performer, phi_frozen, phi_only, softmax    likewise, each also with _long
+    t2r_scratch   T2R from random initialisation, trained as long as the transformer
+
 Costs and scores measured here are in results/tiny_lm.md.
 """
 

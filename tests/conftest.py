@@ -13,7 +13,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-from jaxtyping import install_import_hook  # noqa: E402
+from jaxtyping import install_import_hook
 
 install_import_hook("t2r.attention", "beartype.beartype")
 
@@ -30,13 +30,17 @@ from t2r.model.parameters import arrays_of, with_arrays  # noqa: E402
 from t2r.model.transformer import LanguageModel  # noqa: E402
 
 # Each example compiles, so they are few; the seed is fixed, so that a failure is the same everywhere.
-settings.register_profile("t2r", max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+settings.register_profile(
+    "t2r", max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 settings.load_profile("t2r")
 
 
 def error(actual, expected) -> float:
     """RMS of the difference over RMS of the expected, over all leaves of two trees."""
-    flat = [np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(t)]) for t in (actual, expected)]
+    flat = [
+        np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(t)]) for t in (actual, expected)
+    ]
     assert flat[0].shape == flat[1].shape
     assert np.isfinite(flat[0]).all()
     return float(np.sqrt(np.mean((flat[0] - flat[1]) ** 2)) / (np.sqrt(np.mean(flat[1] ** 2)) + 1e-30))

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from t2r.attention import linear, softmax
-from t2r.attention.feature_map import Features, T2R, feature_map_class
+from t2r.attention.feature_map import T2R, Features, feature_map_class
 from t2r.attention.linear import LinearState
 from t2r.attention.rotary import rotate
 from t2r.attention.softmax import KVCache

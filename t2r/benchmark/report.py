@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.ticker import FuncFormatter, LogLocator  # noqa: E402
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter, LogLocator
 
-from t2r.benchmark.decode import DecodeSpeed  # noqa: E402
-from t2r.console import short  # noqa: E402
+from t2r.benchmark.decode import DecodeSpeed
+from t2r.console import short
 
 SOFTMAX, RNN, OTHER = "#0072b2", "#d55e00", "#777777"
 
@@ -51,15 +51,15 @@ def write_report(path: Path, report: Report) -> None:
     title = "A transformer became an RNN"
     parts = [
         f"<h1>{title}</h1>",
-        f"<p>The pretrained transformer's softmax attention was swapped for linear attention with a learned feature map, "
-        f"finetuned for {max(report.validation)} steps, and merged for inference. The swap alone breaks the model; finetuning won "
-        f"back <b>{report.recovered:.1%}</b> of what it cost.</p>",
+        f"<p>The pretrained transformer's softmax attention was swapped for linear attention with a learned feature "
+        f"map, finetuned for {max(report.validation)} steps, and merged for inference. The swap alone breaks the "
+        f"model; finetuning won back <b>{report.recovered:.1%}</b> of what it cost.</p>",
         _table(["model", "test perplexity"], report.perplexity.items()),
         f"<figure>{perplexity_plot(report)}</figure>",
         "<h2>Decoding</h2>",
-        f"<p>Greedy, {report.rnn[0].batch} texts at a time, compilation apart; median of repeated runs. The transformer's "
-        f"cache has room for the whole length. The RNN's state is {report.rnn[0].state_bytes:,} bytes at every length; by "
-        f"the formula layers · batch · heads · k · (d + 1) · 4 it is {report.formula_bytes:,}.</p>",
+        f"<p>Greedy, {report.rnn[0].batch} texts at a time, compilation apart; median of repeated runs. The "
+        f"transformer's cache has room for the whole length. The RNN's state is {report.rnn[0].state_bytes:,} bytes at "
+        f"every length; by the formula layers · batch · heads · k · (d + 1) · 4 it is {report.formula_bytes:,}.</p>",
         _table(
             ["generated tokens", "transformer tokens/s", "RNN tokens/s", "speedup", "transformer state", "RNN state"],
             [

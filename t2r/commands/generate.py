@@ -41,7 +41,9 @@ def main() -> dict[str, Any]:
         generation = load_generation(Path(_LOAD.value), model)
         batch = len(generation.done)
         if len(encoded) not in (0, batch):
-            raise InputError(f"{_LOAD.value} holds {batch} texts, there are {len(encoded)} prompts: give {batch} or none")
+            raise InputError(
+                f"{_LOAD.value} holds {batch} texts, there are {len(encoded)} prompts: give {batch} or none"
+            )
         if encoded:
             from t2r.model.transformer import grow
 

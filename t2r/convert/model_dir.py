@@ -72,7 +72,11 @@ def load_config(path: Path, **runtime: Any) -> ModelConfig:
     """The model config of a directory."""
     raise_all(
         "a pretrained model's architecture is fixed:",
-        [f"model.{name} cannot be set; {', '.join(RUNTIME_FIELDS)} can" for name in runtime if name not in RUNTIME_FIELDS],
+        [
+            f"model.{name} cannot be set; {', '.join(RUNTIME_FIELDS)} can"
+            for name in runtime
+            if name not in RUNTIME_FIELDS
+        ],
     )
     try:
         fields = json.loads(_read(path / "config.json"))

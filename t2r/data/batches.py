@@ -12,7 +12,7 @@ from t2r.errors import InputError
 
 
 class Blocks:
-    """Blocks of `length` tokens and their successors, ignoring document boundaries; the last partial one is left out."""
+    """Blocks of `length` tokens and their successors, ignoring document boundaries; a last partial one is left out."""
 
     def __init__(self, tokens: np.ndarray, length: int):
         self._tokens, self._length = tokens, length

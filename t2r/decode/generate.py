@@ -38,7 +38,9 @@ def start(
     check_memory(model, len(prompts), longest + length)
     key = jax.random.key_data(jax.random.key(seed))
     batch = len(prompts)
-    empty = Generation(model.init_state(batch, longest + length), jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool), key)
+    empty = Generation(
+        model.init_state(batch, longest + length), jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool), key
+    )
     return read(model, empty, prompts, chunk=chunk)
 
 
@@ -142,8 +144,8 @@ def check_memory(model: LanguageModel, batch: int, length: int) -> None:
         growth = needed - state_bytes(model, batch, 1)
         fits = int((free - (needed - growth)) / growth * length) if growth else 0
         raise InputError(
-            f"the state of {batch} texts of {length:,} tokens takes {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are "
-            f"free: generate at most {max(fits, 0):,} tokens, fewer texts at once, or convert the softmax layers"
+            f"the state of {batch} texts of {length:,} tokens takes {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB "
+            f"are free: generate at most {max(fits, 0):,} tokens, fewer texts at once, or convert the softmax layers"
         )
 
 

@@ -49,4 +49,7 @@ def load_generation(path: Path, model: LanguageModel) -> Generation:
 
 
 def _named(generation: Generation) -> list[tuple[str, np.ndarray]]:
-    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in jax.tree.leaves_with_path(generation)]
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
+        for path, leaf in jax.tree.leaves_with_path(generation)
+    ]

@@ -1,6 +1,7 @@
 """What a model is made of: frozen, validated, JSON in and out; and the presets."""
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +128,7 @@ class ModelConfig:
         if len(self.attention) != self.layers:
             found.append(f"attention names {len(self.attention)} layers, the model has layers={self.layers}")
         bounds = (0, *self.adaptive_cutoffs, self.vocab_size)
-        if any(low >= high for low, high in zip(bounds, bounds[1:])):
+        if any(low >= high for low, high in itertools.pairwise(bounds)):
             found.append(f"adaptive_cutoffs={self.adaptive_cutoffs} must increase, between 0 and {self.vocab_size=}")
         if self.adaptive_cutoffs and not self.tied_output:
             found.append("adaptive_cutoffs need tied_output=True")

@@ -102,7 +102,9 @@ def architecture(name: str, **fields) -> ConfigDict:
     """All fields of a model preset, for a run that starts from random initialisation."""
     model = preset(name, **fields).to_dict()
     del model["attention"]  # `convert` decides
-    return ConfigDict({key: value for key, value in model.items() if key in PRESETS[name] or key in fields} | _runtime(model))
+    return ConfigDict(
+        {key: value for key, value in model.items() if key in PRESETS[name] or key in fields} | _runtime(model)
+    )
 
 
 def pretrained(**fields) -> ConfigDict:

@@ -12,7 +12,9 @@ def make_mesh(axes: ConfigDict) -> Mesh:
     devices = jax.device_count()
     size = devices if axes.data == -1 else axes.data
     if not 1 <= size <= devices:
-        raise InputError(f"config.mesh.data={axes.data}: there are {devices} devices; use 1 to {devices}, or -1 for all")
+        raise InputError(
+            f"config.mesh.data={axes.data}: there are {devices} devices; use 1 to {devices}, or -1 for all"
+        )
     return jax.make_mesh((size,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from t2r.attention.feature_map import Elu, Performer, Rfa, T2R, feature_map_class, orthogonal_gaussian
+from t2r.attention.feature_map import T2R, Elu, Performer, Rfa, feature_map_class, orthogonal_gaussian
 from t2r.attention.module import Heads, make_feature_map
 from t2r.errors import InputError
 

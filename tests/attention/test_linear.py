@@ -27,7 +27,13 @@ def cases(draw):
         per_group=draw(st.integers(1, 2)),
         dim=draw(st.sampled_from([3, 8])),
     )
-    return size, draw(st.integers(0, 2**16)), draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([4, 7, 16]))
+    return (
+        size,
+        draw(st.integers(0, 2**16)),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.sampled_from([4, 7, 16])),
+    )
 
 
 class Inputs:
@@ -39,7 +45,11 @@ class Inputs:
         normal = lambda *shape: random.normal(size=shape).astype(np.float32)  # noqa: E731
         shape = Heads(width=g * r * d, heads=g * r, kv_heads=g, head_dim=d, bias=True)
         self.phi = make_feature_map(shape, name, None if name == "elu" else 6, rngs=nnx.Rngs(0))
-        self.q, self.k, self.v = scale * normal(batch, n, g, r, d), scale * normal(batch, n, g, d), normal(batch, n, g, d)
+        self.q, self.k, self.v = (
+            scale * normal(batch, n, g, r, d),
+            scale * normal(batch, n, g, d),
+            normal(batch, n, g, d),
+        )
         self.mask = random.random((batch, n)) < 0.7 if masked else None
         self.past = (scale * normal(batch, 5, g, d), normal(batch, 5, g, d)) if with_past else None
 
@@ -183,7 +193,7 @@ def test_bfloat16_stays_within_a_hundredth(name):
 
 
 def test_performer_survives_exponents_that_would_overflow():
-    """Keys of rising norm: without the running maximum exp would overflow, with a global one it would see the future."""
+    """Keys of rising norm: without a running maximum exp would overflow, with a global one it would see the future."""
     size = dict(batch=1, length=30, groups=1, per_group=1, dim=8)
     inputs = Inputs("performer", size, 0, False, False, scale=1.0)
     inputs.k = inputs.k * np.linspace(0.1, 30.0, 30, dtype=np.float32)[None, :, None, None]

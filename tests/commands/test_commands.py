@@ -14,9 +14,11 @@ from t2r.convert import model_dir
 ROOT = Path(__file__).parents[2]
 
 
-def t2r(*arguments, timeout=300):
-    fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": fast}
+QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+def t2r(*arguments, timeout=300, xla_flags=QUICK_TO_COMPILE):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags}
     return subprocess.run(
         [sys.executable, "-m", "t2r", *map(str, arguments)], env=environment, cwd=ROOT, capture_output=True, text=True,
         timeout=timeout,
@@ -65,7 +67,8 @@ def test_convert_evaluate_generate_merge(model, tmp_path, text_file):
 
 def test_the_quickstart_runs_from_end_to_end(tmp_path):
     """With few steps and short lengths; the page has everything inside."""
-    run = t2r("quickstart", f"--workdir={tmp_path}/run", "--steps=4", "--lengths=8,16", "--batch=2", timeout=600)
+    options = [f"--workdir={tmp_path}/run", "--steps=4", "--lengths=8,16", "--batch=2"]
+    run = t2r("quickstart", *options, timeout=600, xla_flags="")
     found = result(run)
     assert found["transformer_perplexity"] < found["t2r_perplexity"] < found["swapped_perplexity"]
     assert found["speedup"].keys() == {"8", "16"} == found["state_bytes"].keys()

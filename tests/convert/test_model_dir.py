@@ -28,7 +28,9 @@ def test_every_kind_of_model_survives_the_disk(kind, tmp_path, tokenizer):
     model = make_model(micro(vocab_size=300))
     if kind != "softmax":
         name = kind if kind not in ("merged", "hybrid") else "t2r"
-        model = swap(model, feature_map=name, features=None if name == "elu" else 8, keep="0" if kind == "hybrid" else "none")
+        model = swap(
+            model, feature_map=name, features=None if name == "elu" else 8, keep="0" if kind == "hybrid" else "none"
+        )
     model = merge(model) if kind == "merged" else model
     model_dir.save(tmp_path / "m", Model(model, tokenizer, {"history": []}))
     loaded = model_dir.load(tmp_path / "m")
@@ -50,7 +52,7 @@ def test_half_precision_on_disk_is_single_in_memory(tmp_path, tokenizer):
 def test_runtime_fields_can_be_set_and_others_cannot(saved):
     path, _ = saved
     assert model_dir.load(path, dtype="bfloat16", dropout=0.3).model.config.dropout == 0.3
-    with pytest.raises(InputError, match="model.layers cannot be set"):
+    with pytest.raises(InputError, match=r"model.layers cannot be set"):
         model_dir.load(path, layers=3)
 
 

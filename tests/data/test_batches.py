@@ -34,7 +34,7 @@ def test_a_saved_iterator_goes_on_where_it_was(batch):
 
 
 def test_too_little_text_is_refused():
-    with pytest.raises(InputError, match="2 blocks of data.length=10, fewer than data.batch=3"):
+    with pytest.raises(InputError, match=r"2 blocks of data.length=10, fewer than data.batch=3"):
         training_batches(np.arange(25), length=10, batch=3, seed=0)
 
 

@@ -14,7 +14,9 @@ def test_pydoc_splits_are_prose_and_do_not_overlap():
     assert sizes["train"] > 1_000_000 and min(sizes["valid"], sizes["test"]) > 50_000
     assert sum(sizes.values()) == sum(map(len, load_documents("builtin:pydoc", "all")))
     train = "\n\n".join(documents["train"])
-    held_out = [p for split in ("valid", "test") for text in documents[split] for p in text.split("\n\n") if len(p) > 200]
+    held_out = [
+        p for split in ("valid", "test") for text in documents[split] for p in text.split("\n\n") if len(p) > 200
+    ]
     assert len(held_out) > 200 and not [paragraph for paragraph in held_out if paragraph in train]
 
 

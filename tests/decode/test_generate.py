@@ -57,7 +57,9 @@ def test_a_state_is_saved_loaded_forked_and_continued(kind, tmp_path):
     end_state, second = go_on(model, loaded, 8, end=NO_END, sampling=sampling)
     assert [a + b for a, b in zip(first, second)] == whole
     assert error(end_state.state.position, whole_state.state.position) == 0
-    _, forked = go_on(model, copies, 8, end=NO_END)  # greedy: copies of one text stay alike, and differ from the other's
+    _, forked = go_on(
+        model, copies, 8, end=NO_END
+    )  # greedy: copies of one text stay alike, and differ from the other's
     assert len(forked) == 4 and forked[0] == forked[1] and forked[2] == forked[3] and forked[0] != forked[2]
 
 
@@ -98,7 +100,9 @@ def test_sampling_keeps_to_its_limits_and_to_its_seed():
     assert draw(temperature=1.0, top_k=99) == {0, 1, 2, 3}
     assert draw(temperature=0.05) == {0}
     model = model_of("merged")
-    texts = [go_on(model, start(model, [prompt(3)], 9, seed=s), 9, end=NO_END, sampling=Sampling(1.0))[1] for s in (1, 1, 2)]
+    texts = [
+        go_on(model, start(model, [prompt(3)], 9, seed=s), 9, end=NO_END, sampling=Sampling(1.0))[1] for s in (1, 1, 2)
+    ]
     assert texts[0] == texts[1] != texts[2]
     with pytest.raises(InputError, match=r"temperature=-1(.|\n)*top_k=-2(.|\n)*top_p=0"):
         Sampling(-1, -2, 0)
@@ -131,7 +135,7 @@ def test_a_length_that_does_not_fit_is_said_before_starting(monkeypatch):
 
 def test_prompts_that_cannot_be_are_refused():
     learned = make_model(micro(positions="learned", max_positions=8))
-    with pytest.raises(InputError, match="12 tokens are more than .*max_positions=8"):
+    with pytest.raises(InputError, match=r"12 tokens are more than .*max_positions=8"):
         start(learned, [prompt(10)], 2)
     generation, _ = go_on(learned, start(learned, [prompt(4)], 4), 2, end=NO_END)
     with pytest.raises(InputError, match="max_positions=8"):

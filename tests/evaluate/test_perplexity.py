@@ -23,7 +23,7 @@ def nll(model, stream, begin, window):
     return -np.asarray(log_probs)[np.arange(len(piece) - 1), piece[1:]]
 
 
-@pytest.mark.parametrize("length", [9, 24, 50, 61, 64, 65, 70])
+@pytest.mark.parametrize("length", [9, 50, 65, 70])
 def test_both_measures_are_what_they_say(model, length):
     """`perplexity`: each token from at least half a window; `perplexity_all`: all tokens, once each."""
     window, stream = 16, np.asarray(random_tokens(1, length))[0]

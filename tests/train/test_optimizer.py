@@ -48,7 +48,9 @@ def test_inverse_square_root():
 
 def test_nesterov_is_the_papers_nag():
     """fairseq's update, whose velocity carries the learning rate, under a schedule that changes it."""
-    options = fields(name="nesterov", momentum=0.9, learning_rate=0.1, schedule="inverse_sqrt", warmup_steps=3, clip_norm=0)
+    options = fields(
+        name="nesterov", momentum=0.9, learning_rate=0.1, schedule="inverse_sqrt", warmup_steps=3, clip_norm=0
+    )
     optimizer, schedule = make_optimizer(options, 100), make_schedule(options, 100)
     params = {"w": jnp.array([1.0, -2.0])}
     state = optimizer.init(params)
@@ -67,7 +69,9 @@ def test_nesterov_is_the_papers_nag():
 
 
 def test_adam_with_decoupled_decay_on_matrices_only():
-    options = fields(name="adam", learning_rate=0.01, schedule="constant", warmup_steps=0, weight_decay=0.1, clip_norm=0)
+    options = fields(
+        name="adam", learning_rate=0.01, schedule="constant", warmup_steps=0, weight_decay=0.1, clip_norm=0
+    )
     optimizer = make_optimizer(options, 10)
     params = {"a.kernel": jnp.ones((2, 2)), "a.bias": jnp.ones(2), "phi.bias": jnp.ones((2, 2))}
     assert decayed(params) == {"a.kernel": True, "a.bias": False, "phi.bias": False}
@@ -78,7 +82,9 @@ def test_adam_with_decoupled_decay_on_matrices_only():
 
 
 def test_clipping_bounds_the_global_norm():
-    options = fields(name="nesterov", momentum=0.0, learning_rate=1.0, schedule="constant", warmup_steps=0, clip_norm=0.1)
+    options = fields(
+        name="nesterov", momentum=0.0, learning_rate=1.0, schedule="constant", warmup_steps=0, clip_norm=0.1
+    )
     optimizer = make_optimizer(options, 10)
     params = {"a": jnp.zeros(3), "b": jnp.zeros(4)}
     updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
