@@ -11,7 +11,9 @@ from absl import flags
 _MODEL = flags.DEFINE_string("model", None, "Model directory, or builtin:NAME.", required=True)
 _DATA = flags.DEFINE_string("data", None, "builtin:pydoc, or text:PATH (.gz too).", required=True)
 _SPLIT = flags.DEFINE_string("split", None, "train, valid, test or all; default: test of builtin data, all of a file.")
-_WINDOW = flags.DEFINE_integer("window", 512, "Tokens the model sees at once; the later half is scored.", lower_bound=2)
+_WINDOW = flags.DEFINE_integer(
+    "window", None, "Tokens the model sees at once, the later half of which is scored; default: 512.", lower_bound=2
+)
 _BATCH = flags.DEFINE_integer("batch", 8, "Windows scored at a time.", lower_bound=1)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
 

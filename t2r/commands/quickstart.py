@@ -13,6 +13,7 @@ from typing import Any
 from absl import flags
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Directory for all that is made.")
+_DATA = flags.DEFINE_string("data", None, "Text to finetune and test on; default: builtin:pydoc.")
 _STEPS = flags.DEFINE_integer("steps", None, "Finetuning steps; default: the config's.", lower_bound=1)
 _LENGTHS = flags.DEFINE_list("lengths", ["128", "512", "1024", "2048"], "Generated lengths to measure.")
 _BATCH = flags.DEFINE_integer("batch", 16, "Texts decoded at a time.", lower_bound=1)
@@ -38,8 +39,8 @@ def main() -> dict[str, Any]:
     began = time.monotonic()
     workdir, lengths = Path(_WORKDIR.value), parse_lengths(_LENGTHS.value)
     config = load_config(CONFIG)
-    if _STEPS.value is not None:
-        config.steps = _STEPS.value
+    config.data.source = _DATA.value or config.data.source
+    config.steps = _STEPS.value or config.steps
 
     say(f"1/6  the transformer: {MODEL}")
     transformer, tokenizer, _ = model_dir.load(MODEL)

@@ -1,6 +1,7 @@
 """Tokens → batches: blocks of contiguous tokens, shuffled anew each epoch, from an iterator that can be saved."""
 
 import os
+import zlib
 from pathlib import Path
 
 import grain
@@ -39,11 +40,12 @@ def training_batches(tokens: np.ndarray, *, length: int, batch: int, seed: int) 
 
 
 def prepare_tokenizer(workdir: Path, spec: str, split: str, kind: str, vocab_size: int) -> Tokenizer:
-    """Learns a tokenizer from a split, once per work directory."""
-    folder = workdir / "tokenizer"
+    """Learns a tokenizer from a split, once per work directory and request."""
+    request = zlib.crc32(f"{spec} {split} {kind} {vocab_size}".encode())
+    folder = workdir / f"tokenizer-{request:08x}"
     if not folder.exists():
         tokenizer = train_tokenizer(kind, "\n".join(load_documents(spec, split)), vocab_size)
-        unfinished = folder.with_name(f"tokenizer.{os.getpid()}")
+        unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
         unfinished.mkdir(parents=True)
         tokenizer.save(unfinished)
         unfinished.rename(folder)

@@ -28,16 +28,19 @@ def perplexity(
     model: LanguageModel,
     tokens: np.ndarray,
     *,
-    window: int = 512,
+    window: int | None = None,
     batch: int = 8,
     start: int | None = None,
     quiet: bool = False,
 ) -> Scores:
     """Scores a text. `start` (the end-of-text id) is what the first token is predicted from; None leaves it out.
 
+    `window` is 512 unless told, or as much as the model's learned positions reach.
     Windows start every half window. The later half of each counts for `perplexity`; every second window, whole, counts
     for `perplexity_all`. A text too short to have a later half has both measures over all its tokens.
     """
+    if window is None:
+        window = min(512, model.config.max_positions or 512)
     check_length(model.config, window)
     stream = np.asarray(tokens, np.int32)
     if start is not None:

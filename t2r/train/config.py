@@ -15,7 +15,7 @@ MAY_CHANGE = ("steps", "log_every", "eval_every", "checkpoint_every", "keep_chec
 
 def default_config() -> ConfigDict:
     """Every field, with a value that suits a small run."""
-    return ConfigDict(
+    config = ConfigDict(
         dict(
             seed=0,
             steps=1000,
@@ -60,6 +60,7 @@ def default_config() -> ConfigDict:
             export_dtype="float32",  # or float16, of the weights in workdir/model
         )
     )
+    return config.lock()
 
 
 def load_config(name: str) -> ConfigDict:
@@ -71,11 +72,14 @@ def load_config(name: str) -> ConfigDict:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        return module.get_config(variant) if variant else module.get_config()
+        config = module.get_config(variant) if variant else module.get_config()
     except InputError:
         raise
     except Exception as error:
         raise InputError(f"{path}: {type(error).__name__}: {error}") from error
+    if not isinstance(config, ConfigDict):
+        raise InputError(f"{path}: get_config() returned {config!r}: it must return the config")
+    return config
 
 
 def check_overrides(config: ConfigDict, names: list[str]) -> None:

@@ -7,9 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import grain
 import jax
 import numpy as np
+import optax
 from flax import nnx
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from t2r import environment
@@ -35,7 +38,9 @@ from t2r.train.step import TrainState, init_state, make_step
 def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     """Runs a config to its end, from the newest checkpoint if there is one; returns the scores of the result."""
     check(config)
-    remember_config(config, workdir)
+    checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
+    if checkpoints.latest is not None:
+        check_same_run(config, workdir)
     start_time = time.time()
     model, tokenizer, history = build(config, workdir)
     check_length(model.config, config.data.length)
@@ -44,7 +49,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     if config.data.valid:
         train_split, valid_source, valid_split = "all", config.data.valid, "all"
     tokens = tokenize(tokenizer, load_documents(config.data.source, train_split))
-    valid = tokenize(tokenizer, load_documents(valid_source, valid_split))
+    valid = np.append(tokenizer.end, tokenize(tokenizer, load_documents(valid_source, valid_split)))
     batches = training_batches(tokens, length=config.data.length, batch=config.data.batch, seed=config.seed)
 
     mesh = make_mesh(config.mesh)
@@ -57,7 +62,8 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     trained = trainable_names(model, config.trainable)
     state = jax.device_put(init_state(arrays_of(model), trained, optimizer, config.seed), replicated(mesh))
 
-    checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
+    # Nothing can be wrong with the config any more.
+    write_config(config, workdir)
     if checkpoints.latest is not None:
         state, data = checkpoints.restore(state)
         batches.set_state(data)
@@ -66,12 +72,11 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
         f"{count(state.trained):,} of {count(arrays_of(model)):,} parameters train on {len(tokens):,} tokens, "
         f"{config.data.batch * config.data.length:,} a step"
     )
-    with jax.set_mesh(mesh):
-        state = run_steps(config, workdir, model, optimizer, state, batches, checkpoints, valid)
+    state = run_steps(config, workdir, model, mesh, optimizer, state, batches, checkpoints, valid)
     checkpoints.close()
 
     model = with_arrays(model, {**state.trained, **state.frozen})
-    scores = perplexity(model, valid, start=tokenizer.end)
+    scores = perplexity(model, valid)
     entry = {
         "action": "train",
         "config": config.to_dict(),
@@ -85,20 +90,21 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     return {"model": str(output), "steps": int(state.step), "valid_perplexity": scores.perplexity}
 
 
-def remember_config(config: ConfigDict, workdir: Path) -> None:
-    """Writes the resolved config; refuses to continue a run under another one."""
-    workdir.mkdir(parents=True, exist_ok=True)
+def check_same_run(config: ConfigDict, workdir: Path) -> None:
+    """Refuses to continue a run under another config."""
+    before, now = json.loads((workdir / "config.json").read_text()), json.loads(config.to_json())
+    changed = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
+    raise_all(
+        f"{workdir} holds a run of another config (choose another workdir, or remove it):",
+        [f"config.{name} was {before.get(name)}, is {now[name]}" for name in changed],
+    )
+
+
+def write_config(config: ConfigDict, workdir: Path) -> None:
+    """The resolved config, whole or not at all."""
     path = workdir / "config.json"
-    now = json.loads(config.to_json())
-    if path.exists():
-        before = json.loads(path.read_text())
-        changed = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
-        raise_all(
-            f"{workdir} holds a run of another config (choose another workdir, or remove it):",
-            [f"config.{name} was {before.get(name)}, is {now[name]}" for name in changed],
-        )
     unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(now, indent=1) + "\n")
+    unfinished.write_text(config.to_json(indent=1) + "\n")
     os.replace(unfinished, path)
 
 
@@ -124,14 +130,14 @@ def run_steps(
     config: ConfigDict,
     workdir: Path,
     model: LanguageModel,
-    optimizer,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformation,
     state: TrainState,
-    batches,
+    batches: grain.DatasetIterator,
     checkpoints: Checkpoints,
     valid: np.ndarray,
 ) -> TrainState:
     """Steps until config.steps, logging, evaluating and saving on the way."""
-    mesh = jax.sharding.get_mesh()
     step_function = make_step(model, optimizer, mesh)
     schedule = make_schedule(config.optimizer, config.steps)
     first = int(state.step)

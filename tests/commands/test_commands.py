@@ -10,6 +10,7 @@ import pytest
 
 from conftest import make_model, micro
 from t2r.convert import model_dir
+from t2r.data.sources import load_documents
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,12 +47,8 @@ def test_convert_evaluate_generate_merge(model, tmp_path, text_file):
     swapped = result(t2r("convert", f"--model={model}", f"--output={tmp_path}/swapped", "--features=8", "--keep=1"))
     assert swapped["linear_layers"] == [0] and swapped["softmax_layers"] == [1]
     result(t2r("convert", f"--model={tmp_path}/swapped", f"--output={tmp_path}/merged", "--merge"))
-    scores = [
-        result(t2r("evaluate", f"--model={tmp_path}/{name}", f"--data=text:{text_file}", "--window=64"))
-        for name in ("swapped", "merged")
-    ]
-    assert {"perplexity", "perplexity_all", "bits_per_byte", "word_perplexity", "tokens"} <= scores[0].keys()
-    assert scores[0]["perplexity"] == pytest.approx(scores[1]["perplexity"], rel=1e-4)
+    scores = result(t2r("evaluate", f"--model={tmp_path}/merged", f"--data=text:{text_file}", "--window=64"))
+    assert {"perplexity", "perplexity_all", "bits_per_byte", "word_perplexity", "tokens"} <= scores.keys()
 
     state = tmp_path / "state"
     options = [f"--model={tmp_path}/merged", "--temperature=0.9", "--seed=3"]
@@ -66,9 +63,11 @@ def test_convert_evaluate_generate_merge(model, tmp_path, text_file):
 
 
 def test_the_quickstart_runs_from_end_to_end(tmp_path):
-    """With few steps and short lengths; the page has everything inside."""
-    options = [f"--workdir={tmp_path}/run", "--steps=4", "--lengths=8,16", "--batch=2"]
-    run = t2r("quickstart", *options, timeout=600, xla_flags="")
+    """On a text it has not seen, with few steps and short lengths; the page has everything inside."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(load_documents("builtin:pydoc", "test")))
+    options = [f"--workdir={tmp_path}/run", f"--data=text:{text}", "--steps=4", "--lengths=8,16", "--batch=2"]
+    run = t2r("quickstart", *options, xla_flags="")
     found = result(run)
     assert found["transformer_perplexity"] < found["t2r_perplexity"] < found["swapped_perplexity"]
     assert found["speedup"].keys() == {"8", "16"} == found["state_bytes"].keys()

@@ -43,3 +43,4 @@ def test_the_tokenizer_is_learned_once(tmp_path, text_file):
     text_file.write_text("quite another text, which the tokenizer never sees\n" * 50)
     second = prepare_tokenizer(tmp_path / "run", f"text:{text_file}", "train", "sentencepiece", 300)
     assert first.encode("The bright lamp") == second.encode("The bright lamp")
+    assert prepare_tokenizer(tmp_path / "run", f"text:{text_file}", "train", "word", 0).kind == "word"

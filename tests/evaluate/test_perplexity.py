@@ -10,17 +10,20 @@ from conftest import make_model, micro, random_tokens
 from t2r.errors import InputError
 from t2r.evaluate.perplexity import bits_per_byte, per_word, perplexity
 
+MODEL = make_model(micro(layers=1))
+LOG_PROBS = jax.jit(lambda tokens: MODEL.log_probs(MODEL(tokens)[0]))
 
-@pytest.fixture(scope="module")
+
+@pytest.fixture
 def model():
-    return make_model(micro())
+    return MODEL
 
 
-def nll(model, stream, begin, window):
+def nll(stream, begin, window):
     """The losses of all targets of one window, from the whole row of probabilities."""
     piece = stream[begin : begin + window + 1]
-    log_probs = jax.nn.log_softmax(model.log_probs(model(np.asarray(piece[None, :-1]))[0][0]), -1)
-    return -np.asarray(log_probs)[np.arange(len(piece) - 1), piece[1:]]
+    log_probs = np.asarray(LOG_PROBS(piece[None, :-1]))[0]
+    return -log_probs[np.arange(len(piece) - 1), piece[1:]]
 
 
 @pytest.mark.parametrize("length", [9, 50, 65, 70])
@@ -28,8 +31,8 @@ def test_both_measures_are_what_they_say(model, length):
     """`perplexity`: each token from at least half a window; `perplexity_all`: all tokens, once each."""
     window, stream = 16, np.asarray(random_tokens(1, length))[0]
     scores = perplexity(model, stream, window=window, batch=3, quiet=True)
-    late = [nll(model, stream, begin, window)[8:] for begin in range(0, max(length - 9, 1), 8)]
-    whole = [nll(model, stream, begin, window) for begin in range(0, length - 1, window)]
+    late = [nll(stream, begin, window)[8:] for begin in range(0, max(length - 9, 1), 8)]
+    whole = [nll(stream, begin, window) for begin in range(0, length - 1, window)]
     late = np.concatenate(late) if length > 9 else np.concatenate(whole)
     assert scores.tokens == length - 1 == len(np.concatenate(whole))
     assert scores.perplexity == pytest.approx(math.exp(late.mean()), rel=1e-4)
@@ -57,4 +60,5 @@ def test_what_cannot_be_scored_is_refused(model):
         perplexity(model, np.array([3]), quiet=True)
     learned = make_model(micro(positions="learned", max_positions=32))
     with pytest.raises(InputError, match="max_positions=32"):
-        perplexity(learned, np.arange(100), quiet=True)
+        perplexity(learned, np.arange(100), window=64, quiet=True)
+    assert perplexity(learned, np.arange(100), quiet=True).tokens == 99

@@ -33,7 +33,7 @@ def run(model, *, steps=3, devices=1, accumulate=1, trainable="all"):
 
 @pytest.fixture(scope="module")
 def model():
-    return swap(make_model(micro()), features=8)
+    return swap(make_model(micro(layers=1)), features=8)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def plain(model):
 
 
 def test_the_loss_falls(plain):
-    model = make_model(micro())
+    model = make_model(micro(layers=1))
     options = default_config().optimizer
     options.update(learning_rate=0.01, warmup_steps=1)
     optimizer, mesh = make_optimizer(options, 30), make_mesh(ConfigDict({"data": 1}))
@@ -63,7 +63,7 @@ def test_parts_and_devices_change_nothing(model, plain, options):
 
 
 def test_bfloat16_follows_float32(plain):
-    model = swap(make_model(micro(dtype="bfloat16")), features=8)
+    model = swap(make_model(micro(layers=1, dtype="bfloat16")), features=8)
     losses, arrays = run(model)
     np.testing.assert_allclose(losses, plain[0], rtol=2e-2)
     assert {array.dtype.name for array in arrays.values()} == {"float32"}

@@ -120,7 +120,8 @@ def test_killed_runs_end_as_if_nothing_had_happened(config_file, tmp_path):
 
 def test_a_run_goes_on_with_more_steps_but_not_with_another_config(config_file, tmp_path):
     workdir = tmp_path / "run"
-    first = train(config_file, workdir, "--config.steps=4")
+    assert train(config_file, workdir, "--config.data.batch=4000").returncode == 2
+    first = train(config_file, workdir, "--config.steps=4")  # a mistake that was mended is no other run
     assert first.returncode == 0, first.stderr
     more = train(config_file, workdir, "--config.steps=6")
     assert more.returncode == 0 and "continuing at step 4 of 6" in more.stderr
@@ -153,15 +154,16 @@ def test_a_loss_that_is_not_finite_stops_the_run(config_file, tmp_path):
         (["--config.model.dropuot=0.1"], ["'model.dropuot': did you mean 'model.dropout'"]),
         (["--config.steps=soon"], ["--config.steps=soon"]),
         (["--config.convert.feature_map=t2rr"], ["'t2rr'", "performer"]),
-        (["--config.convert.features=-1", "--config.steps=0"], ["convert.features=-1", "config.steps=0"]),
+        (["--config.convert.features=-1", "--config.log_every=0"], ["convert.features=-1", "config.log_every=0"]),
         (["--config.accumulate=3"], ["config.data.batch=4", "config.accumulate=3"]),
         (["--config.data.source=text:/no/such/file"], ["no text file /no/such/file"]),
         (["--config.data.batch=4000"], ["fewer than data.batch=4000"]),
         (["--config.init_from=/nowhere"], ["config.init_from"]),
     ],
 )
-def test_bad_configs_get_one_clear_error(config_file, tmp_path, capsys, flags, messages):
+def test_bad_configs_get_one_clear_error(config_file, tmp_path, monkeypatch, capsys, flags, messages):
     arguments = ["train", f"--config={config_file}", f"--workdir={tmp_path}/run", *flags]
+    monkeypatch.setattr(sys, "argv", ["t2r", *arguments])  # where ml_collections looks for overridden fields
     assert main(arguments) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("error: ")
