@@ -59,7 +59,7 @@ def get_config(variant: str = "transformer"):
         config.steps = 150
         config.data.batch = 8
         config.optimizer.warmup_steps = 15
-        config.eval_every = 30
+        config.eval_every = 50
     return config
 
 

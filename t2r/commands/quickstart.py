@@ -61,7 +61,7 @@ def main() -> dict[str, Any]:
     result = train(config, workdir / "finetune")
     finetuned, _, provenance = model_dir.load(result["model"])
     scores["T2R"] = score(finetuned)
-    validation |= validation_curve(workdir / "finetune") | {config.steps: result["valid_perplexity"]}
+    validation |= validation_curve(workdir / "finetune")
 
     say("4/6  merge φ into the projections")
     rnn = merge(finetuned)

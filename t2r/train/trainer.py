@@ -72,22 +72,21 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
         f"{count(state.trained):,} of {count(arrays_of(model)):,} parameters train on {len(tokens):,} tokens, "
         f"{config.data.batch * config.data.length:,} a step"
     )
-    state = run_steps(config, workdir, model, mesh, optimizer, state, batches, checkpoints, valid)
+    state, score = run_steps(config, workdir, model, mesh, optimizer, state, batches, checkpoints, valid)
     checkpoints.close()
 
     model = with_arrays(model, {**state.trained, **state.frozen})
-    scores = perplexity(model, valid)
     entry = {
         "action": "train",
         "config": config.to_dict(),
-        "valid_perplexity": scores.perplexity,
+        "valid_perplexity": score,
         "seconds": round(time.time() - start_time, 1),
         "environment": environment.describe(),
     }
     output = workdir / "model"
     content = model_dir.Model(model, tokenizer, {"history": [*history, entry]})
     model_dir.save(output, content, replace=True, dtype=config.export_dtype)
-    return {"model": str(output), "steps": int(state.step), "valid_perplexity": scores.perplexity}
+    return {"model": str(output), "steps": int(state.step), "valid_perplexity": score}
 
 
 def check_same_run(config: ConfigDict, workdir: Path) -> None:
@@ -136,8 +135,8 @@ def run_steps(
     batches: grain.DatasetIterator,
     checkpoints: Checkpoints,
     valid: np.ndarray,
-) -> TrainState:
-    """Steps until config.steps, logging, evaluating and saving on the way."""
+) -> tuple[TrainState, float]:
+    """Steps until config.steps, logging, evaluating and saving on the way; also the last validation perplexity."""
     step_function = make_step(model, optimizer, mesh)
     schedule = make_schedule(config.optimizer, config.steps)
     first = int(state.step)
@@ -145,6 +144,10 @@ def run_steps(
     tokens_per_step = config.data.batch * config.data.length
     unchecked: list[tuple[int, dict]] = []  # results not yet looked at: looking waits for the device
     last_log = (first, time.monotonic())
+
+    def validate() -> float:
+        return perplexity(with_arrays(model, {**state.trained, **state.frozen}), valid, quiet=True).perplexity
+
     with Progress("train", config.steps, first) as progress:
         for step in range(first + 1, config.steps + 1):
             batch = next(batches).reshape(config.accumulate, -1, config.data.length + 1)
@@ -152,7 +155,7 @@ def run_steps(
             unchecked.append((step, result))
             last = step == config.steps
             saving = last or step % config.checkpoint_every == 0
-            evaluating = bool(config.eval_every) and step % config.eval_every == 0
+            evaluating = config.eval_every and step % config.eval_every == 0 and not last
             if not (saving or evaluating or step % config.log_every == 0):
                 progress.advance()
                 continue
@@ -169,14 +172,16 @@ def run_steps(
             else:
                 progress.advance()
             if evaluating:
-                arrays = {**state.trained, **state.frozen}
-                score = perplexity(with_arrays(model, arrays), valid, quiet=True).perplexity
+                score = validate()
                 metrics.write(step, valid_perplexity=score)
                 progress.say(f"step {step}: validation perplexity {score:.2f}")
             if saving:
                 checkpoints.save(step, state, batches.get_state())
+    score = validate()
+    if first < config.steps:  # else this run was finished before, and has the line
+        metrics.write(config.steps, valid_perplexity=score)
     metrics.close()
-    return state
+    return state, score
 
 
 def check_finite(unchecked: list[tuple[int, dict]], config: ConfigDict, checkpoints: Checkpoints) -> dict[str, float]:
