@@ -15,11 +15,9 @@ find_python() {
 }
 
 make_environment() { # requirement files...
-  local python stamp wanted
-  if [ -n "${PYTHON:-}" ] || [ ! -x .venv/bin/python ]; then
+  local python=.venv/bin/python stamp wanted
+  if [ -n "${PYTHON:-}" ] || ! .venv/bin/python -c 'import pip' 2>/dev/null; then
     python=$(find_python) || return 1
-  else
-    python=.venv/bin/python
   fi
   wanted=$( ("$python" -V; cat "$@") | sha256sum | cut -c1-16)
   stamp=.venv/ready-$wanted

@@ -20,7 +20,7 @@ _LENGTH = flags.DEFINE_integer("length", 100, "Most tokens to generate.", lower_
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0: greedy.")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Choose among the k likeliest tokens only; 0: among all.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Choose among the likeliest tokens that together reach this probability.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the sampling; a loaded state has its own.")
 _SAVE = flags.DEFINE_string("save_state", None, "File to keep the state in, to go on later.")
 _LOAD = flags.DEFINE_string("load_state", None, "File to go on from; the prompt, if any, is added to it.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
@@ -44,11 +44,7 @@ def main() -> dict[str, Any]:
             raise InputError(
                 f"{_LOAD.value} holds {batch} texts, there are {len(encoded)} prompts: give {batch} or none"
             )
-        if encoded:
-            from t2r.model.transformer import grow
-
-            room = max(map(len, encoded)) + 1
-            generation = read(model, generation._replace(state=grow(generation.state, room)), encoded)
+        generation = read(model, generation, encoded) if encoded else generation
     else:
         # A text begins after the end of another: that is what an empty prompt means.
         generation = start(model, [ids or [tokenizer.end] for ids in encoded or [[]]], _LENGTH.value, seed=_SEED.value)

@@ -36,23 +36,24 @@ def start(
     longest = max(map(len, prompts))
     check_length(model.config, longest + length)
     check_memory(model, len(prompts), longest + length)
-    key = jax.random.key_data(jax.random.key(seed))
-    batch = len(prompts)
-    empty = Generation(
-        model.init_state(batch, longest + length), jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool), key
-    )
-    return read(model, empty, prompts, chunk=chunk)
+    state = _prefill_in_chunks(model, model.init_state(len(prompts), longest + length), prompts, chunk)
+    return Generation(state, _last(prompts), jnp.zeros(len(prompts), bool), jax.random.key_data(jax.random.key(seed)))
 
 
 def read(
     model: LanguageModel, generation: Generation, prompts: Sequence[Sequence[int]], *, chunk: int = PREFILL_CHUNK
 ) -> Generation:
-    """Adds tokens to each text as if they had been generated. The last token of each waits for the first step."""
-    waiting = generation.state.position > 0  # a text that has begun still owes the model its last token
-    rows = [
-        ([int(last)] if owed else []) + [int(token) for token in prompt]
-        for last, owed, prompt in zip(generation.last, waiting, prompts)
-    ]
+    """Adds tokens to each text as if they had been generated."""
+    rows = [[int(last), *prompt] for last, prompt in zip(generation.last, prompts)]
+    state = grow(generation.state, max(map(len, rows)))
+    state = _prefill_in_chunks(model, state, rows, chunk)
+    return generation._replace(state=state, last=_last(rows), done=jnp.zeros_like(generation.done))
+
+
+def _prefill_in_chunks(
+    model: LanguageModel, state: DecodeState, rows: Sequence[Sequence[int]], chunk: int
+) -> DecodeState:
+    """Puts all but the last token of each row into the state: that one waits for the first step."""
     # Padding on the left, so that all texts end together; it takes no position and enters no state.
     width = max(len(row) for row in rows) - 1
     tokens, mask = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), bool)
@@ -60,12 +61,15 @@ def read(
         if len(row) > 1:
             tokens[index, width - len(row) + 1 :] = row[:-1]
             mask[index, width - len(row) + 1 :] = True
-    state, graph, arrays = generation.state, *nnx.split(model)
+    graph, arrays = nnx.split(model)
     for first in range(0, width, chunk):
         part = slice(first, first + chunk)
         state = _prefill(graph, arrays, state, tokens[:, part], mask[:, part])
-    last = jnp.asarray([row[-1] for row in rows], jnp.int32)
-    return generation._replace(state=state, last=last, done=jnp.zeros_like(generation.done))
+    return state
+
+
+def _last(rows: Sequence[Sequence[int]]) -> Int[Array, "b"]:
+    return jnp.asarray([row[-1] for row in rows], jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -74,12 +78,12 @@ def _prefill(graph, arrays, state: DecodeState, tokens: Array, mask: Array) -> D
 
 
 def step(model: LanguageModel, generation: Generation, sampling: Sampling, end: int) -> Generation:
-    """One more token for each text; texts that are done repeat their end."""
-    hidden, state = model(generation.last[:, None], state=generation.state)
-    key = jax.random.fold_in(jax.random.wrap_key_data(generation.key), state.position.max())
-    token = choose(model.log_probs(hidden[:, -1]), sampling, key)
+    """One more token for each text; texts that are done repeat their end, and their state stays."""
+    hidden, state = model(generation.last[:, None], state=generation.state, mask=~generation.done[:, None])
+    key, draw = jax.random.split(jax.random.wrap_key_data(generation.key))
+    token = choose(model.log_probs(hidden[:, -1]), sampling, draw)
     token = jnp.where(generation.done, end, token)
-    return Generation(state, token, generation.done | (token == end), generation.key)
+    return Generation(state, token, generation.done | (token == end), jax.random.key_data(key))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5), donate_argnums=2)

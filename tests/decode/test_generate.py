@@ -72,6 +72,9 @@ def test_reading_on_is_reading_at_once(kind):
     _, after = go_on(model, generation, 5, end=NO_END)
     _, expected = go_on(model, start(model, [prompt(4) + rows[0] + prompt(6, 5)], 5), 5, end=NO_END)
     assert after == expected
+    one = read(model, start(model, [prompt(1)], 9), [prompt(3, 5)])  # a single token is not forgotten either
+    _, expected = go_on(model, start(model, [prompt(1) + prompt(3, 5)], 5), 5, end=NO_END)
+    assert go_on(model, one, 5, end=NO_END)[1] == expected
 
 
 def test_texts_stop_at_their_end_and_the_rest_go_on():
@@ -83,8 +86,26 @@ def test_texts_stop_at_their_end_and_the_rest_go_on():
     _, rows = go_on(model, start(model, prompts, 10), 10, end=end, segment=2, on_tokens=seen.append)
     assert rows == [row[: row.index(end)] if end in row else row for row in free]
     assert np.concatenate(seen, 1).shape[1] <= 10
-    _, one = go_on(model, start(model, prompts[:1], 10), 10, end=end, segment=2, on_tokens=seen.append)
+    _, one = go_on(model, start(model, prompts[:1], 10), 10, end=end, segment=2)
     assert one == rows[:1]
+
+
+@pytest.mark.parametrize("kind", ["softmax", "merged"])
+def test_a_text_that_has_ended_waits_unchanged_for_the_others(kind):
+    """Read on after its end, it goes on as if it had been alone."""
+    model = model_of(kind)
+    candidates = [prompt(3, seed) for seed in range(8)]
+    _, free = go_on(model, start(model, candidates, 9), 9, end=NO_END)
+    # Two texts, one of which early writes what the other never does: let that be the end.
+    i, j, end = next(
+        (i, j, token) for i in range(8) for j in range(8) for token in free[i][:4] if i != j and token not in free[j]
+    )
+    prompts, made = [candidates[i], candidates[j]], free[i][: free[i].index(end) + 1]
+    generation, _ = go_on(model, start(model, prompts, 20), 9, end=end)
+    assert generation.state.position.tolist() == [3 + len(made) - 1, 3 + 9 - 1]
+    _, after = go_on(model, read(model, generation, [prompt(2, 7), prompt(4, 8)]), 6, end=NO_END)
+    _, expected = go_on(model, start(model, [prompts[0] + made + prompt(2, 7)], 6), 6, end=NO_END)
+    assert after[:1] == expected
 
 
 def test_sampling_keeps_to_its_limits_and_to_its_seed():
