@@ -56,7 +56,7 @@ def main() -> dict[str, Any]:
         model,
         generation,
         _LENGTH.value,
-        end=tokenizer.end,
+        end=tokenizer.stop,
         sampling=sampling,
         on_tokens=printer,
         segment=8 if streaming else 64,
@@ -67,7 +67,9 @@ def main() -> dict[str, Any]:
         printer.close()
     else:
         prompts = _PROMPT.value or [""] * len(texts)
-        print("\n\n".join(f"[{i}] {prompt}{text}" for i, (prompt, text) in enumerate(zip(prompts, texts))))
+        print(
+            "\n\n".join(f"[{i}] {prompt}{tokenizer.glue}{text}" for i, (prompt, text) in enumerate(zip(prompts, texts)))
+        )
     if _SAVE.value:
         save_generation(Path(_SAVE.value), generation)
         say(f"state kept in {_SAVE.value}")
@@ -85,13 +87,13 @@ class Stream:
 
     def __init__(self, tokenizer, prompt: str):
         self._tokenizer, self._ids, self._shown = tokenizer, [], 0
-        sys.stdout.write(prompt)
+        sys.stdout.write(prompt + tokenizer.glue if prompt else "")
         sys.stdout.flush()
 
     def __call__(self, tokens) -> None:
         self._ids += [int(token) for token in tokens[0]]
-        if self._tokenizer.end in self._ids and self._tokenizer.kind != "word":
-            self._ids = self._ids[: self._ids.index(self._tokenizer.end)]
+        if self._tokenizer.stop in self._ids:
+            self._ids = self._ids[: self._ids.index(self._tokenizer.stop)]
         self._show(self._tokenizer.decode(self._ids).rstrip("\ufffd"))
 
     def _show(self, text: str) -> None:

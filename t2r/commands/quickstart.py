@@ -129,7 +129,7 @@ def write_text(model, tokenizer) -> str:
     from t2r.decode.sampling import Sampling
 
     generation = start(model, [tokenizer.encode(PROMPT)], 120)
-    _, rows = go_on(model, generation, 120, end=tokenizer.end, sampling=Sampling(0.8, top_p=0.95))
+    _, rows = go_on(model, generation, 120, end=tokenizer.stop, sampling=Sampling(0.8, top_p=0.95))
     return tokenizer.decode(rows[0])
 
 

@@ -16,7 +16,9 @@ class Tokenizer(Protocol):
 
     kind: str
     vocab_size: int
-    end: int  # the id that ends a text
+    end: int  # the id that stands between texts, and so before the first
+    stop: int  # the id that ends generation; -1: none does
+    glue: str  # what stands between a prompt and what follows it
 
     def encode(self, text: str) -> list[int]: ...
     def encode_document(self, text: str) -> list[int]: ...  # with its end
@@ -27,14 +29,14 @@ class Tokenizer(Protocol):
 class SentencePiece:
     """Subwords. Lossless: spaces and line ends are kept, unseen characters are spelled in bytes."""
 
-    kind = "sentencepiece"
+    kind, glue = "sentencepiece", ""
     file = "tokenizer.model"
 
     def __init__(self, model: bytes):
         self._model = model
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.vocab_size = self._processor.vocab_size()
-        self.end = self._processor.eos_id()
+        self.end = self.stop = self._processor.eos_id()
 
     @classmethod
     def train(cls, text: str, vocab_size: int) -> "SentencePiece":
@@ -82,8 +84,9 @@ class SentencePiece:
 class Words:
     """Words between spaces, with `<unk>` for all others and `<eos>` at each line end, as WikiText is scored."""
 
-    kind = "word"
+    kind, glue = "word", " "
     file = "vocabulary.txt"
+    stop = -1  # lines end, texts go on
 
     def __init__(self, words: list[str]):
         self._words = words

@@ -30,6 +30,7 @@ def test_words_are_those_of_wikitext():
     ids = words.encode_document("the cat saw a bird \n")
     assert words.decode(ids).split(" ") == ["the", "cat", "saw", "<unk>", "<unk>", "\n"]
     assert ids[-1] == words.end and words.unknown(ids) == 2
+    assert words.stop not in range(words.vocab_size) and TOKENIZER.stop == TOKENIZER.end
     assert words.encode("the")[0] == 0, "numbered by falling frequency"
     limited = Words.train("a a a b b c \n", 4)
     assert limited.vocab_size == 4 and limited.unknown(limited.encode("a b c")) == 1
