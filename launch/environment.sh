@@ -1,14 +1,19 @@
 # Sourced by the scripts beside it: makes .venv with what the given requirement files ask for, once.
 # Safe to run again and after an interruption: the stamp that ends it is written last.
 
+fits() { # a command that is one of the Pythons t2r runs on
+  command -v "$1" >/dev/null && "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+}
+
 find_python() {
   local candidate
-  for candidate in "${PYTHON:-}" python3 python3.13 python3.12 python3.11; do
-    [ -n "$candidate" ] && command -v "$candidate" >/dev/null || continue
-    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
-      command -v "$candidate"
-      return
-    fi
+  if [ -n "${PYTHON:-}" ]; then # asked for: this one or none
+    fits "$PYTHON" && command -v "$PYTHON" && return
+    echo "error: PYTHON=$PYTHON is no Python 3.11, 3.12 or 3.13; correct or unset it" >&2
+    return 1
+  fi
+  for candidate in python3 python3.13 python3.12 python3.11; do
+    fits "$candidate" && command -v "$candidate" && return
   done
   echo "error: t2r needs Python 3.11, 3.12 or 3.13; none was found. Install one, or set PYTHON to its path." >&2
   return 1
