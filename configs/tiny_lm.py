@@ -49,7 +49,7 @@ def get_config(variant: str = "transformer"):
         )
     config.init_from = "builtin:tiny_lm"
     feature_map, features, keep, config.trainable = CONVERSIONS[name]
-    config.convert = dict(feature_map=feature_map, features=features, keep=keep)
+    config.convert.update(feature_map=feature_map, features=features, keep=keep)
     if variant.endswith("_long"):
         long_run(config)
         config.model = pretrained(dropout=0.4)

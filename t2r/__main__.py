@@ -31,7 +31,8 @@ def main(arguments: list[str]) -> int:
 
     try:
         parse_flags(command, arguments)
-        finish(command.main())
+        result = command.main()
+        finish(result, command.report_stream() if hasattr(command, "report_stream") else sys.stdout)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -80,6 +80,6 @@ def short(value: Any) -> str:
     return f"{value:.3g}"
 
 
-def finish(result: dict[str, Any]) -> None:
+def finish(result: dict[str, Any], stream: TextIO = sys.stdout) -> None:
     """The last line of every command."""
-    print(json.dumps(result), flush=True)
+    print(json.dumps(result), file=stream, flush=True)

@@ -1,6 +1,8 @@
 """Shared set-up: two CPU devices, checked array shapes, and small models."""
 
+import functools
 import os
+from pathlib import Path
 
 # Two devices, so that sharding is never trivial. Programs here are small and run once: compiling them is most of the
 # time, so LLVM is told not to try hard.
@@ -12,6 +14,11 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_llvm_disable_expensive_passes=true",
     ]
 )
+
+# What was compiled once, by another worker, a process that a test starts or an earlier run, is not compiled again.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 from jaxtyping import install_import_hook
 
@@ -25,9 +32,9 @@ from flax import nnx  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from t2r.data.tokenizer import SentencePiece  # noqa: E402
+from t2r.model import transformer  # noqa: E402
 from t2r.model.config import AttentionSpec, ModelConfig, preset  # noqa: E402
-from t2r.model.parameters import arrays_of, with_arrays  # noqa: E402
-from t2r.model.transformer import LanguageModel  # noqa: E402
+from t2r.model.parameters import abstract_model, arrays_of, with_arrays  # noqa: E402
 
 # Each example compiles, so they are few; the seed is fixed, so that a failure is the same everywhere.
 settings.register_profile(
@@ -46,21 +53,35 @@ def error(actual, expected) -> float:
     return float(np.sqrt(np.mean((flat[0] - flat[1]) ** 2)) / (np.sqrt(np.mean(flat[1] ** 2)) + 1e-30))
 
 
-def make_model(config: ModelConfig, seed: int = 0) -> LanguageModel:
+def make_model(config: ModelConfig, seed: int = 0) -> transformer.LanguageModel:
     """A random model in which every bias and norm differs from its initial value, so that none can be forgotten."""
-    model = LanguageModel(config, rngs=nnx.Rngs(seed))
-    arrays = arrays_of(model)
-    keys = jax.random.split(jax.random.key(seed + 1), len(arrays))
+    chance = np.random.default_rng(seed)
     noisy = {
-        name: array + 0.1 * jax.random.normal(key, array.shape) if array.ndim < 3 else array
-        for key, (name, array) in zip(keys, arrays.items())
+        name: jnp.asarray(array + 0.1 * chance.standard_normal(array.shape, np.float32) if array.ndim < 3 else array)
+        for name, array in _initial_arrays(config, seed).items()
     }
-    return with_arrays(model, noisy)
+    return with_arrays(abstract_model(config), noisy)
+
+
+@functools.cache
+def _initial_arrays(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
+    return {name: np.asarray(array) for name, array in _initialise(config, seed).items()}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _initialise(config: ModelConfig, seed: int) -> dict[str, jax.Array]:
+    # As one program: initialising each array by itself compiles for seconds.
+    return arrays_of(transformer.make_model(config, rngs=nnx.Rngs(jax.random.key(seed))))
 
 
 def micro(**fields) -> ModelConfig:
     """The smallest model with all of the paper's parts."""
     return preset("micro_lm", **fields)
+
+
+def micro_mt(**fields) -> ModelConfig:
+    """The smallest translation model."""
+    return preset("micro_mt", **fields)
 
 
 def linear_spec(name: str) -> tuple[AttentionSpec, ...]:

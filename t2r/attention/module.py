@@ -125,8 +125,7 @@ class SoftmaxAttention(_Projected):
         return self._finish(out), state
 
     def remember(self, source: Array, *, mask=None, positions=None, key: PRNGKeyArray | None = None) -> KVCache:
-        k, v = self.keys(source, positions), self.value(source)
-        return softmax.append(self.init_state(*source.shape[:2]), k, v, mask)
+        return softmax.cache_of(self.keys(source, positions), self.value(source), mask)
 
     def recall(self, x: Array, state: KVCache, *, positions=None, key: PRNGKeyArray | None = None) -> Array:
         allowed = state.valid[:, None, :]

@@ -29,6 +29,12 @@ class KVCache(NamedTuple):
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), valid, jnp.zeros((), jnp.int32))
 
 
+def cache_of(k: Array, v: Array, mask: Bool[Array, "b m"] | None = None) -> KVCache:
+    """A full cache of a sequence that is known whole."""
+    mask = jnp.ones(k.shape[:2], bool) if mask is None else mask
+    return KVCache(heads_first(k), heads_first(v), mask, jnp.array(k.shape[1], jnp.int32))
+
+
 def append(cache: KVCache, k: Array, v: Array, mask: Bool[Array, "b m"] | None = None) -> KVCache:
     """Writes keys and values into the next slots. Their number must fit: see `grow`."""
     mask = jnp.ones(k.shape[:2], bool) if mask is None else mask

@@ -1,6 +1,7 @@
 """Convert a model: put linear attention in place of softmax, or merge φ into the projections for inference.
 
 python -m t2r convert --model=MODEL --output=MODEL [--feature_map=t2r] [--features=32] [--keep=none|every_4th|0,4,8]
+python -m t2r convert --model=MODEL --output=MODEL --features=4 --cross_features=32     (a translation model)
 python -m t2r convert --model=MODEL --output=MODEL --merge
 
 After the swap a model must be finetuned: see `python -m t2r train --help` and config.init_from.
@@ -15,6 +16,8 @@ _MODEL = flags.DEFINE_string("model", None, "Model directory, or builtin:NAME.",
 _OUTPUT = flags.DEFINE_string("output", None, "Model directory to write; must not exist.", required=True)
 _FEATURE_MAP = flags.DEFINE_string("feature_map", "t2r", "t2r, elu, rfa or performer.")
 _FEATURES = flags.DEFINE_integer("features", None, "Feature size k; default: the map's own (32; elu: the head size).")
+_CROSS_FEATURES = flags.DEFINE_integer("cross_features", None, "Likewise of cross attention; default: as --features.")
+_ATTENTION = flags.DEFINE_enum("attention", "all", ["all", "causal", "cross"], "Which attention to swap.")
 _KEEP = flags.DEFINE_string("keep", "none", "Layers that stay softmax: none, every_4th (from the top), or 0,4,8.")
 _MERGE = flags.DEFINE_bool("merge", False, "Fold φ of a finetuned T2R model into its projections instead.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the new feature maps.")
@@ -35,19 +38,30 @@ def main() -> dict[str, Any]:
     if _MERGE.value:
         converted, entry = merge(model), {"action": "merge"}
     else:
-        plan = dict(feature_map=_FEATURE_MAP.value, features=_FEATURES.value, keep=_KEEP.value, seed=_SEED.value)
+        plan = dict(
+            feature_map=_FEATURE_MAP.value,
+            features=_FEATURES.value,
+            cross_features=_CROSS_FEATURES.value,
+            attention=_ATTENTION.value,
+            keep=_KEEP.value,
+            seed=_SEED.value,
+        )
         converted, entry = swap(model, **plan), {"action": "swap", **plan}
     history = [*provenance["history"], {**entry, "source": _MODEL.value}]
     model_dir.save(output, model_dir.Model(converted, tokenizer, {"history": history}))
-    specs = converted.config.attention
-    print(table(["layer", "attention", "feature map", "features"], _rows(specs)))
+    config = converted.config
+    rows = [(f"{layer}", *_columns(spec)) for layer, spec in enumerate(config.attention)]
+    rows += [(f"{layer} cross", *_columns(spec)) for layer, spec in enumerate(config.cross_attention)]
+    print(table(["layer", "attention", "feature map", "features"], rows))
+    specs = list(zip(config.attention, config.cross_attention or config.attention))
+    linear = [layer for layer, both in enumerate(specs) if all(spec.kind != "softmax" for spec in both)]
     return {
         "model": str(output),
         "parameters": count(arrays_of(converted)),
-        "softmax_layers": [layer for layer, spec in enumerate(specs) if spec.kind == "softmax"],
-        "linear_layers": [layer for layer, spec in enumerate(specs) if spec.kind != "softmax"],
+        "softmax_layers": [layer for layer in range(config.layers) if layer not in linear],
+        "linear_layers": linear,
     }
 
 
-def _rows(specs):
-    return [(str(layer), spec.kind, spec.feature_map or "", spec.features or "") for layer, spec in enumerate(specs)]
+def _columns(spec) -> tuple:
+    return spec.kind, spec.feature_map or "", spec.features or ""

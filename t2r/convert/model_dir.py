@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from t2r.data.tokenizer import Tokenizer, load_tokenizer
+from t2r.data.tokenizer import Tokenizer, TokenizerPair, load_pair, load_tokenizer
 from t2r.errors import InputError, raise_all
 from t2r.model.config import RUNTIME_FIELDS, ModelConfig, from_dict
 from t2r.model.parameters import abstract_model, arrays_of, with_arrays
@@ -25,7 +25,7 @@ class Model(NamedTuple):
     """What a directory holds."""
 
     model: LanguageModel
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | TokenizerPair  # a pair for translation
     provenance: dict[str, Any]  # {"history": [what was done, oldest first]}
 
 
@@ -47,7 +47,7 @@ def save(path: Path, content: Model, *, replace: bool = False, dtype: str = "flo
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    config = {"format": FORMAT, "family": "language_model", **content.model.config.to_dict()}
+    config = {"format": FORMAT, "family": _family(content.model.config), **content.model.config.to_dict()}
     (unfinished / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     arrays = {name: np.asarray(array).astype(dtype) for name, array in arrays_of(content.model).items()}
     save_file(arrays, unfinished / "model.safetensors")
@@ -65,7 +65,8 @@ def load(path: str | Path, **runtime: Any) -> Model:
     path = resolve(str(path))
     config = load_config(path, **runtime)
     model = with_arrays(abstract_model(config), load_arrays(path / "model.safetensors", config))
-    return Model(model, load_tokenizer(path), json.loads(_read(path / "provenance.json")))
+    tokenizer = load_pair(path) if config.encoder_layers else load_tokenizer(path)
+    return Model(model, tokenizer, json.loads(_read(path / "provenance.json")))
 
 
 def load_config(path: Path, **runtime: Any) -> ModelConfig:
@@ -84,8 +85,17 @@ def load_config(path: Path, **runtime: Any) -> ModelConfig:
         raise InputError(f"{path / 'config.json'} is not JSON: {error}") from None
     if fields.pop("format", None) != FORMAT:
         raise InputError(f"{path} is not a t2r model directory: its config.json has no format {FORMAT!r}")
-    fields.pop("family")
-    return from_dict({**fields, **runtime})
+    family = fields.pop("family", None)
+    config = from_dict({**fields, **runtime})
+    if family != _family(config):
+        raise InputError(
+            f"{path / 'config.json'}: family {family!r} does not fit encoder_layers={config.encoder_layers}"
+        )
+    return config
+
+
+def _family(config: ModelConfig) -> str:
+    return "seq2seq" if config.encoder_layers else "language_model"
 
 
 def load_arrays(path: Path, config: ModelConfig) -> dict[str, jnp.ndarray]:

@@ -9,27 +9,49 @@ from t2r.errors import InputError, raise_all
 from t2r.model.config import AttentionSpec
 from t2r.model.transformer import LanguageModel
 
+# Where a decoder block has attention, and the config's field for it.
+SPECS = {"attention": "attention", "cross": "cross_attention"}
+
 
 def swap(
-    model: LanguageModel, *, feature_map: str = "t2r", features: int | None = None, keep: str = "none", seed: int = 0
+    model: LanguageModel,
+    *,
+    feature_map: str = "t2r",
+    features: int | None = None,
+    cross_features: int | None = None,
+    keep: str = "none",
+    attention: str = "all",
+    seed: int = 0,
 ) -> LanguageModel:
     """The model with linear attention in all layers but those kept; parameters are shared with the original.
 
-    Only φ is new: projections, feed-forwards, norms and embeddings stay what they were.
+    Only φ is new: projections, feed-forwards, norms and embeddings stay what they were. In a translation model's
+    decoder, causal and cross attention are swapped, each with its feature size, unless `attention` names one of them;
+    the encoder is left alone.
     """
-    spec = AttentionSpec("linear", feature_map, features)
-    raise_all("cannot swap:", spec.problems(model.config.head_dim))
+    config = model.config
+    plan = {"attention": features}
+    if config.encoder_layers:
+        plan["cross"] = cross_features if cross_features is not None else features
+    elif cross_features is not None:
+        raise InputError(f"cross_features={cross_features}: a language model has no cross attention")
+    chosen = {"all": set(plan), "causal": {"attention"}, "cross": {"cross"} & set(plan)}
+    if attention not in chosen or not chosen[attention]:
+        raise InputError(f"attention={attention!r}: choose all, causal, or in a translation model cross")
+    plan = {place: AttentionSpec("linear", feature_map, plan[place]) for place in plan if place in chosen[attention]}
+    raise_all("cannot swap:", [problem for spec in plan.values() for problem in spec.problems(config.head_dim)])
     kept = layers_to_keep(keep, len(model.blocks))
     model = nnx.merge(*nnx.split(model))  # a new object around the same arrays
     rngs = nnx.Rngs(seed)
-    specs = list(model.config.attention)
+    specs = {place: list(getattr(config, SPECS[place])) for place in plan}
     for layer, block in enumerate(model.blocks):
-        if layer not in kept and specs[layer].kind == "softmax":
-            block.attention = linearize(block.attention, feature_map, features, rngs=rngs)
-            specs[layer] = spec
-    if tuple(specs) == model.config.attention:
-        raise InputError(f"nothing to swap: keep={keep!r} leaves no softmax layer among {len(specs)}")
-    model.config = dataclasses.replace(model.config, attention=tuple(specs))
+        for place, spec in plan.items():
+            if layer not in kept and specs[place][layer].kind == "softmax":
+                setattr(block, place, linearize(getattr(block, place), feature_map, spec.features, rngs=rngs))
+                specs[place][layer] = spec
+    model.config = dataclasses.replace(config, **{SPECS[place]: tuple(found) for place, found in specs.items()})
+    if model.config == config:
+        raise InputError(f"nothing to swap: keep={keep!r} leaves no softmax layer among {config.layers}")
     return model
 
 

@@ -4,7 +4,7 @@ import io
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import sentencepiece
 
@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
 
 
 class SentencePiece:
-    """Subwords. Lossless: spaces and line ends are kept, unseen characters are spelled in bytes."""
+    """Subwords. Unseen characters are spelled in bytes. Of documents, spaces and line ends are kept as they are."""
 
     kind, glue = "sentencepiece", ""
     file = "tokenizer.model"
@@ -39,9 +39,18 @@ class SentencePiece:
         self.end = self.stop = self._processor.eos_id()
 
     @classmethod
-    def train(cls, text: str, vocab_size: int) -> "SentencePiece":
-        """Learns subwords from a text. Ids fall with frequency, as adaptive embeddings need."""
+    def train(cls, text: str, vocab_size: int, *, sentences: bool = False) -> "SentencePiece":
+        """Learns subwords from a text. Ids fall with frequency, as adaptive embeddings need.
+
+        For `sentences`, one a line, the first word is written as any other and spaces that say nothing are dropped.
+        """
         model = io.BytesIO()
+        documents = dict(
+            user_defined_symbols=["\n"],
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            add_dummy_prefix=False,
+        )
         try:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=iter(line for line in text.splitlines() if line),
@@ -49,13 +58,12 @@ class SentencePiece:
                 vocab_size=vocab_size,
                 model_type="bpe",
                 byte_fallback=True,
-                user_defined_symbols=["\n"],
                 normalization_rule_name="identity",
-                remove_extra_whitespaces=False,
-                allow_whitespace_only_pieces=True,
-                add_dummy_prefix=False,
+                character_coverage=0.9999,
+                input_sentence_size=10_000_000,
                 num_threads=os.cpu_count() or 1,
                 minloglevel=2,
+                **({} if sentences else documents),
             )
         except RuntimeError as error:
             raise InputError(
@@ -95,8 +103,8 @@ class Words:
         self.end, self._unknown = self._ids["<eos>"], self._ids["<unk>"]
 
     @classmethod
-    def train(cls, text: str, vocab_size: int) -> "Words":
-        """The most frequent words, by falling frequency; vocab_size 0 keeps all."""
+    def train(cls, text: str, vocab_size: int, *, sentences: bool = False) -> "Words":
+        """The most frequent words, by falling frequency; vocab_size 0 keeps all. Sentences make no difference."""
         counts = Counter(text.split())
         counts["<eos>"] += text.count("\n")
         counts["<unk>"] += 1
@@ -133,11 +141,11 @@ class Words:
 KINDS = {kind.kind: kind for kind in (SentencePiece, Words)}
 
 
-def train_tokenizer(kind: str, text: str, vocab_size: int) -> Tokenizer:
+def train_tokenizer(kind: str, text: str, vocab_size: int, *, sentences: bool = False) -> Tokenizer:
     """A tokenizer of the named kind, learned from a text."""
     if kind not in KINDS:
         raise InputError(f"unknown tokenizer {kind!r}: choose one of {', '.join(KINDS)}")
-    return KINDS[kind].train(text, vocab_size)
+    return KINDS[kind].train(text, vocab_size, sentences=sentences)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -146,3 +154,38 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         if (folder / kind.file).exists():
             return kind.load(folder)
     raise InputError(f"no tokenizer in {folder}: expected {' or '.join(kind.file for kind in KINDS.values())}")
+
+
+class TokenizerPair(NamedTuple):
+    """The tokenizers of a translation model; a joint one is both."""
+
+    source: Tokenizer
+    target: Tokenizer
+
+    @property
+    def joint(self) -> bool:
+        return self.source is self.target
+
+    def encode_source(self, text: str) -> list[int]:
+        """A source sentence with its end."""
+        return [*self.source.encode(text), self.source.end]
+
+    def encode_target(self, text: str) -> list[int]:
+        """A target sentence between ends: the first is what decoding starts from."""
+        return [self.target.end, *self.target.encode(text), self.target.end]
+
+    def save(self, folder: Path) -> None:
+        """A joint tokenizer lies in the folder itself, two in `source` and `target`."""
+        if self.joint:
+            return self.target.save(folder)
+        for name, tokenizer in (("source", self.source), ("target", self.target)):
+            (folder / name).mkdir()
+            tokenizer.save(folder / name)
+
+
+def load_pair(folder: Path) -> TokenizerPair:
+    """The tokenizers of a translation model's folder."""
+    if (folder / "source").is_dir():
+        return TokenizerPair(load_tokenizer(folder / "source"), load_tokenizer(folder / "target"))
+    joint = load_tokenizer(folder)
+    return TokenizerPair(joint, joint)

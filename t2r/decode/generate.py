@@ -10,10 +10,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Int
 
+from t2r.attention.module import State
 from t2r.decode.sampling import Sampling, choose
 from t2r.environment import available_memory
 from t2r.errors import InputError
-from t2r.model.transformer import DecodeState, LanguageModel, check_length, grow
+from t2r.model.loss import PADDING
+from t2r.model.transformer import DecodeState, LanguageModel, Seq2Seq, check_length, grow
 
 PREFILL_CHUNK = 256
 
@@ -38,6 +40,23 @@ def start(
     check_memory(model, len(prompts), longest + length)
     state = _prefill_in_chunks(model, model.init_state(len(prompts), longest + length), prompts, chunk)
     return Generation(state, _last(prompts), jnp.zeros(len(prompts), bool), jax.random.key_data(jax.random.key(seed)))
+
+
+def start_translation(
+    model: Seq2Seq, sources: Int[np.ndarray, "b m"], length: int, *, end: int, seed: int = 0
+) -> Generation:
+    """Reads sources, rows of ids ended by PADDING, with room to translate each into `length` tokens."""
+    check_length(model.config, max(sources.shape[1], length + 1))
+    check_memory(model, len(sources), length + 1)
+    graph, arrays = nnx.split(model)
+    state = model.init_state(len(sources), length + 1, _remember(graph, arrays, np.asarray(sources, np.int32)))
+    last, done = jnp.full(len(sources), end, jnp.int32), jnp.zeros(len(sources), bool)
+    return Generation(state, last, done, jax.random.key_data(jax.random.key(seed)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _remember(graph, arrays, sources: Array) -> tuple[State, ...]:
+    return nnx.merge(graph, arrays).remember(jnp.maximum(sources, 0), sources != PADDING)
 
 
 def read(

@@ -57,7 +57,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer, softmax or converted, layer by layer."""
+    """A transformer, softmax or converted, layer by layer: a language model, or with an encoder a translation model."""
 
     vocab_size: int
     layers: int
@@ -67,6 +67,11 @@ class ModelConfig:
     kv_heads: int = 0  # 0: as many as heads
     head_dim: int = 0  # 0: width / heads
     attention: tuple[AttentionSpec, ...] = ()  # one per layer; (): softmax everywhere; one alone: everywhere
+
+    encoder_layers: int = 0  # 0: a language model; else `layers` is the decoder's, and the encoder is never converted
+    cross_attention: tuple[AttentionSpec, ...] = ()  # of the decoder over the encoder, as `attention`
+    source_vocab_size: int = 0  # 0: as vocab_size
+    shared_embedding: bool = True  # source and target have one table
 
     positions: str = "sinusoidal"
     max_positions: int = 0  # with learned positions
@@ -99,10 +104,18 @@ class ModelConfig:
             fill("kv_heads", self.kv_heads or self.heads)
             fill("head_dim", self.head_dim or self.width // self.heads)
         fill("adaptive_cutoffs", tuple(self.adaptive_cutoffs))
-        specs = tuple(AttentionSpec(**s) if isinstance(s, dict) else s for s in self.attention) or (AttentionSpec(),)
-        specs = specs * self.layers if len(specs) == 1 else specs
-        fill("attention", tuple(spec.with_default_features(self.head_dim) for spec in specs))
+        fill("attention", self._specs(self.attention))
+        fill("cross_attention", tuple(self.cross_attention))
+        if self.encoder_layers:
+            fill("cross_attention", self._specs(self.cross_attention))
+            fill("source_vocab_size", self.source_vocab_size or self.vocab_size)
         raise_all("model config:", self._problems())
+
+    def _specs(self, given: tuple) -> tuple[AttentionSpec, ...]:
+        specs = tuple(AttentionSpec(**spec) if isinstance(spec, dict) else spec for spec in given)
+        specs = specs or (AttentionSpec(),)
+        specs = specs * self.layers if len(specs) == 1 else specs
+        return tuple(spec.with_default_features(self.head_dim) for spec in specs)
 
     def _problems(self) -> list[str]:
         found = []
@@ -125,8 +138,6 @@ class ModelConfig:
             found.append(f"width={self.width} must be even with sinusoidal positions")
         if self.positions == "learned" and self.max_positions < 1:
             found.append("positions='learned' needs max_positions of at least 1")
-        if len(self.attention) != self.layers:
-            found.append(f"attention names {len(self.attention)} layers, the model has layers={self.layers}")
         bounds = (0, *self.adaptive_cutoffs, self.vocab_size)
         if any(low >= high for low, high in itertools.pairwise(bounds)):
             found.append(f"adaptive_cutoffs={self.adaptive_cutoffs} must increase, between 0 and {self.vocab_size=}")
@@ -135,9 +146,33 @@ class ModelConfig:
         if self.adaptive_cutoffs and self.width < self.adaptive_factor ** len(self.adaptive_cutoffs):
             found.append(f"width={self.width} is too small for {len(self.adaptive_cutoffs)} adaptive cutoffs")
         for layer, spec in enumerate(self.attention):
-            found += [f"layer {layer}: {problem}" for problem in spec.problems(self.head_dim)]
             if spec.kind == "merged" and self.positions == "rotary":
                 found.append(f"layer {layer}: rotary positions turn queries between projection and φ: no merging")
+        return found + self._attention_problems("attention") + self._encoder_problems()
+
+    def _attention_problems(self, name: str) -> list[str]:
+        specs = getattr(self, name)
+        found = []
+        if len(specs) != self.layers:
+            found.append(f"{name} names {len(specs)} layers, the model has layers={self.layers}")
+        for layer, spec in enumerate(specs):
+            found += [f"layer {layer}, {name}: {problem}" for problem in spec.problems(self.head_dim)]
+        return found
+
+    def _encoder_problems(self) -> list[str]:
+        if self.encoder_layers < 0:
+            return [f"encoder_layers={self.encoder_layers} must be at least 0 (0: a language model)"]
+        if not self.encoder_layers:
+            names = ("cross_attention", "source_vocab_size")
+            return [f"{name} is for translation models: set encoder_layers" for name in names if getattr(self, name)]
+        found = self._attention_problems("cross_attention")
+        if self.adaptive_cutoffs:
+            found.append("adaptive_cutoffs are for language models: a translation model has plain embeddings")
+        if self.shared_embedding and self.source_vocab_size != self.vocab_size:
+            found.append(
+                f"shared_embedding needs one vocabulary, not source_vocab_size={self.source_vocab_size} and "
+                f"vocab_size={self.vocab_size}"
+            )
         return found
 
     @property
@@ -153,6 +188,11 @@ class ModelConfig:
             dropout=self.attention_dropout,
             dtype=self.dtype,
         )
+
+    @property
+    def cross_heads(self) -> Heads:
+        """The shape of attention over the encoder: positions of two sentences have no angle between them."""
+        return dataclasses.replace(self.attention_heads, rope_theta=None)
 
     def replace(self, **fields: Any) -> "ModelConfig":
         """A copy with some fields changed; validated again."""
@@ -190,6 +230,9 @@ _WIKITEXT_103 = dict(
     adaptive_dropout=0.2,
 )
 
+# Transformers for translation, as Vaswani et al. (2017) and the paper's toolkit have them: norms after each branch.
+_TRANSLATION = dict(norm_placement="after", final_norm=False)
+
 PRESETS: dict[str, dict[str, Any]] = {
     # The paper's language model (§3.2.1): 32 layers, 8 heads of 128 dimensions, dropout and layer dropout 0.2.
     "paper_lm": dict(_WIKITEXT_103, layers=32, dropout=0.2, layer_dropout=0.2),
@@ -197,6 +240,24 @@ PRESETS: dict[str, dict[str, Any]] = {
     "baevski_lm": dict(_WIKITEXT_103, layers=16, dropout=0.3),
     # Small enough for two CPU cores; the model that ships with the package.
     "tiny_lm": dict(vocab_size=4096, layers=4, width=192, heads=3, feedforward=768),
+    # The paper's translation model (§3.2.2), "transformer large": 16 heads of 64 dimensions.
+    "paper_mt": dict(
+        _TRANSLATION, vocab_size=32_768, layers=6, encoder_layers=6, width=1024, heads=16, feedforward=4096, dropout=0.3
+    ),
+    # Vaswani et al.'s base model.
+    "base_mt": dict(
+        _TRANSLATION, vocab_size=32_768, layers=6, encoder_layers=6, width=512, heads=8, feedforward=2048, dropout=0.1
+    ),
+    # For corpora of a hundred thousand pairs.
+    "small_mt": dict(
+        _TRANSLATION, vocab_size=8192, layers=4, encoder_layers=4, width=256, heads=4, feedforward=1024, dropout=0.2
+    ),
+    # Small enough for two CPU cores.
+    "tiny_mt": dict(
+        _TRANSLATION, vocab_size=512, layers=2, encoder_layers=2, width=128, heads=2, feedforward=512, dropout=0.1
+    ),
+    # The same structure at a size for tests.
+    "micro_mt": dict(_TRANSLATION, vocab_size=60, layers=2, encoder_layers=1, width=32, heads=2, feedforward=64),
     # The paper's structure, adaptive bands and all, at a size for tests.
     "micro_lm": dict(
         vocab_size=260, layers=2, width=32, heads=2, feedforward=64, final_norm=False, adaptive_cutoffs=(40, 120)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from t2r.errors import InputError
 from t2r.model.config import ModelConfig
 
 # Tokens whose logits over a whole vocabulary are held at once when a loss is computed.
@@ -12,13 +13,14 @@ LOSS_CHUNK = 2048
 
 
 class PlainEmbedding(nnx.Module):
-    """One table; its transpose, or one of its own, makes the logits."""
+    """One table; its transpose, or one of its own, makes the logits. A `source` has a table and no logits."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, source: bool = False, rngs: nnx.Rngs):
         init = nnx.initializers.normal(config.width**-0.5)
-        self.table = nnx.Param(init(rngs.params(), (config.vocab_size, config.width)))
-        if not config.tied_output:
-            self.output = nnx.Param(init(rngs.params(), (config.vocab_size, config.width)))
+        size = config.source_vocab_size if source else config.vocab_size
+        self.table = nnx.Param(init(rngs.params(), (size, config.width)))
+        if not (config.tied_output or source):
+            self.output = nnx.Param(init(rngs.params(), (size, config.width)))
         self.dtype = jnp.dtype(config.dtype)
         self.tied = config.tied_output
 
@@ -30,9 +32,17 @@ class PlainEmbedding(nnx.Module):
         table = (self.table if self.tied else self.output)[...].astype(x.dtype)
         return jax.nn.log_softmax(jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32))
 
-    def loss(self, x: Float[Array, "t width"], targets: Int[Array, "t"], key: PRNGKeyArray | None = None) -> Array:
-        """Negative log-likelihood of each target."""
-        return -jnp.take_along_axis(self.log_probs(x), targets[:, None], -1)[:, 0]
+    def loss(
+        self,
+        x: Float[Array, "t width"],
+        targets: Int[Array, "t"],
+        key: PRNGKeyArray | None = None,
+        smoothing: float = 0.0,
+    ) -> Array:
+        """Negative log-likelihood of each target, of which `smoothing` is spread evenly over the vocabulary."""
+        log_probs = self.log_probs(x)
+        loss = -jnp.take_along_axis(log_probs, targets[:, None], -1)[:, 0]
+        return (1 - smoothing) * loss - smoothing * log_probs.mean(-1) if smoothing else loss
 
 
 class AdaptiveEmbedding(nnx.Module):
@@ -83,8 +93,16 @@ class AdaptiveEmbedding(nnx.Module):
             bands.append(head[..., first + band - 1, None] + self._band(band, x, None))
         return jnp.concatenate(bands, -1)
 
-    def loss(self, x: Float[Array, "t width"], targets: Int[Array, "t"], key: PRNGKeyArray | None = None) -> Array:
+    def loss(
+        self,
+        x: Float[Array, "t width"],
+        targets: Int[Array, "t"],
+        key: PRNGKeyArray | None = None,
+        smoothing: float = 0.0,
+    ) -> Array:
         """Negative log-likelihood of each target, without building the whole vocabulary's row."""
+        if smoothing:
+            raise InputError(f"label_smoothing={smoothing} needs the whole vocabulary: not with adaptive_cutoffs")
         head, first = self._head(x), self.bounds[1]
         band_of = jnp.searchsorted(jnp.array(self.bounds[1:-1]), targets, side="right")
         entry = jnp.where(band_of == 0, targets, first + band_of - 1)
@@ -102,18 +120,20 @@ def make_embedding(config: ModelConfig, *, rngs: nnx.Rngs) -> PlainEmbedding | A
     return (AdaptiveEmbedding if config.adaptive_cutoffs else PlainEmbedding)(config, rngs=rngs)
 
 
-def loss_in_chunks(embedding, x: Float[Array, "b n width"], targets: Int[Array, "b n"], key=None) -> Array:
+def loss_in_chunks(
+    embedding, x: Float[Array, "b n width"], targets: Int[Array, "b n"], key=None, smoothing: float = 0.0
+) -> Array:
     """`embedding.loss` of every position (b, n), with only LOSS_CHUNK rows of logits alive at a time."""
     flat, wanted = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     count = -(-len(wanted) // LOSS_CHUNK)
     if count == 1:
-        return embedding.loss(flat, wanted, key).reshape(targets.shape)
+        return embedding.loss(flat, wanted, key, smoothing).reshape(targets.shape)
     extra = count * LOSS_CHUNK - len(wanted)
     flat = jnp.pad(flat, ((0, extra), (0, 0))).reshape(count, LOSS_CHUNK, -1)
     wanted = jnp.pad(wanted, (0, extra)).reshape(count, LOSS_CHUNK)
     keys = None if key is None else jax.random.split(key, count)
     # Recomputed in the backward pass: logits are large and cheap, activations are kept.
-    chunk_loss = jax.checkpoint(lambda inputs: embedding.loss(*inputs))
+    chunk_loss = jax.checkpoint(lambda inputs: embedding.loss(*inputs, smoothing))
     losses = jax.lax.map(chunk_loss, (flat, wanted, keys))
     return losses.reshape(-1)[: targets.size].reshape(targets.shape)
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 from t2r.errors import InputError
 from t2r.model.config import ModelConfig
-from t2r.model.transformer import LanguageModel
+from t2r.model.transformer import LanguageModel, make_model
 
 Arrays = dict[str, jax.Array]
 
@@ -29,7 +29,7 @@ def with_arrays(model: nnx.Module, arrays: Arrays) -> nnx.Module:
 
 def abstract_model(config: ModelConfig) -> LanguageModel:
     """A model of shapes and types only."""
-    return nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: make_model(config, rngs=nnx.Rngs(0)))
 
 
 def trainable_names(model: nnx.Module, which: str) -> set[str]:

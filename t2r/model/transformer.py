@@ -1,6 +1,7 @@
-"""The transformer: one block for all families, and the language model made of it."""
+"""The transformer: one block for all families, and the two models made of it: LanguageModel and Seq2Seq."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,20 +9,22 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from t2r.attention import softmax
-from t2r.attention.module import LinearAttention, MergedLinearAttention, SoftmaxAttention, State
+from t2r.attention.module import Heads, LinearAttention, MergedLinearAttention, SoftmaxAttention, State
 from t2r.attention.softmax import KVCache
 from t2r.errors import InputError
 from t2r.model.config import AttentionSpec, ModelConfig
-from t2r.model.embedding import dropout, loss_in_chunks, make_embedding, sinusoids
+from t2r.model.embedding import PlainEmbedding, dropout, loss_in_chunks, make_embedding, sinusoids
 
 ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "swish": jax.nn.silu}
 
 
 class DecodeState(NamedTuple):
-    """What a language model remembers of a batch of texts: each layer's state, and how many tokens each text has."""
+    """What a model remembers of a batch of texts: each layer's state, how many tokens each text has, and in
+    translation each layer's state of the source, which decoding reads and never changes."""
 
     layers: tuple[State, ...]
     position: Int[Array, "b"]
+    source: tuple[State, ...] | None = None
 
 
 def make_norm(config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
@@ -30,9 +33,8 @@ def make_norm(config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
     return kind(config.width, epsilon=config.norm_eps, dtype=jnp.dtype(config.dtype), rngs=rngs)
 
 
-def make_attention(config: ModelConfig, spec: AttentionSpec, *, rngs: nnx.Rngs) -> nnx.Module:
+def make_attention(shape: Heads, spec: AttentionSpec, *, rngs: nnx.Rngs) -> nnx.Module:
     """The attention module a spec asks for."""
-    shape = config.attention_heads
     if spec.kind == "softmax":
         return SoftmaxAttention(shape, rngs=rngs)
     if spec.kind == "merged":
@@ -61,13 +63,26 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and feed-forward, each on a residual branch, with the norm before or after."""
+    """Attention, in a translation model's decoder attention over the source, and feed-forward, each on a residual
+    branch, with the norm before or after."""
 
-    def __init__(self, config: ModelConfig, spec: AttentionSpec, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: AttentionSpec = AttentionSpec(),
+        cross: AttentionSpec | None = None,
+        *,
+        causal: bool = True,
+        rngs: nnx.Rngs,
+    ):
         self.attention_norm = make_norm(config, rngs=rngs)
-        self.attention = make_attention(config, spec, rngs=rngs)
+        self.attention = make_attention(config.attention_heads, spec, rngs=rngs)
+        if cross is not None:
+            self.cross_norm = make_norm(config, rngs=rngs)
+            self.cross = make_attention(config.cross_heads, cross, rngs=rngs)
         self.feedforward_norm = make_norm(config, rngs=rngs)
         self.feedforward = FeedForward(config, rngs=rngs)
+        self.causal = causal
         self.norm_before = config.norm_placement == "before"
         self.dropout, self.layer_dropout = config.dropout, config.layer_dropout
 
@@ -76,6 +91,7 @@ class Block(nnx.Module):
         x: Float[Array, "b n width"],
         *,
         state: State | None = None,
+        source: State | None = None,
         mask: Bool[Array, "b n"] | None = None,
         positions: Int[Array, "b n"] | None = None,
         key: PRNGKeyArray | None = None,
@@ -83,19 +99,65 @@ class Block(nnx.Module):
         skipped = x
         attention_key, feedforward_key = (None, None) if key is None else jax.random.split(key)
 
-        branch = self.attention_norm(x) if self.norm_before else x
-        branch, state = self.attention(branch, state=state, mask=mask, positions=positions, key=attention_key)
-        x = x + dropout(branch, self.dropout, key, 0)
-        x = x if self.norm_before else self.attention_norm(x)
+        def attend(x: Array) -> tuple[Array, State | None]:
+            if self.causal:
+                return self.attention(x, state=state, mask=mask, positions=positions, key=attention_key)
+            memory = self.attention.remember(x, mask=mask, positions=positions, key=attention_key)
+            return self.attention.recall(x, memory, positions=positions, key=attention_key), None
 
-        branch = self.feedforward_norm(x) if self.norm_before else x
-        x = x + dropout(self.feedforward(branch, feedforward_key), self.dropout, key, 1)
-        x = x if self.norm_before else self.feedforward_norm(x)
+        def attend_to_source(x: Array) -> tuple[Array, None]:
+            # Several texts may be translations of one source (beams): they are so many more queries to it.
+            queries = x.reshape(jax.tree.leaves(source)[0].shape[0], -1, x.shape[-1])
+            return self.cross.recall(queries, source, key=_cross_key(key)).reshape(x.shape), None
+
+        x, state = self._branch(x, self.attention_norm, attend, key, 0)
+        if source is not None:
+            x, _ = self._branch(x, self.cross_norm, attend_to_source, key, 4)
+        x, _ = self._branch(x, self.feedforward_norm, lambda x: (self.feedforward(x, feedforward_key), None), key, 1)
 
         if self.layer_dropout and key is not None:
             keep = jax.random.bernoulli(jax.random.fold_in(key, 2), 1 - self.layer_dropout)
             x = jnp.where(keep, x, skipped)
         return x, state
+
+    def _branch(
+        self, x: Array, norm: nnx.Module, function: Callable[[Array], tuple[Array, Any]], key, fold: int
+    ) -> tuple[Array, Any]:
+        """x + function(x), normalised where the model does it, and whatever else the function returns."""
+        out, other = function(norm(x) if self.norm_before else x)
+        x = x + dropout(out, self.dropout, key, fold)
+        return x if self.norm_before else norm(x), other
+
+    def remember(self, source: Float[Array, "b m width"], *, mask=None, key: PRNGKeyArray | None = None) -> State:
+        """What this layer keeps of an encoded source; in training, with the key of the call that will read it."""
+        return self.cross.remember(source, mask=mask, key=_cross_key(key))
+
+
+def _cross_key(key: PRNGKeyArray | None) -> PRNGKeyArray | None:
+    return None if key is None else jax.random.fold_in(key, 3)
+
+
+def _layer_key(key: PRNGKeyArray | None, layer: int) -> PRNGKeyArray | None:
+    return None if key is None else jax.random.fold_in(key, layer + 1)
+
+
+def learned_positions(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param | None:
+    """A vector for each position, if the config asks for them."""
+    if config.positions != "learned":
+        return None
+    init = nnx.initializers.normal(config.width**-0.5)
+    return nnx.Param(init(rngs.params(), (config.max_positions, config.width)))
+
+
+def embed(config: ModelConfig, embedding: nnx.Module, learned: nnx.Param | None, tokens: Array, positions: Array):
+    """Tokens and where they stand, as the first layer's input."""
+    x = embedding.embed(tokens)
+    x = x * config.width**0.5 if config.scale_embedding else x
+    if config.positions == "sinusoidal":
+        x += sinusoids(positions, config.width)
+    elif learned is not None:
+        x += learned[...][positions]
+    return x.astype(jnp.dtype(config.dtype))
 
 
 class LanguageModel(nnx.Module):
@@ -104,10 +166,9 @@ class LanguageModel(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.embedding = make_embedding(config, rngs=rngs)
-        if config.positions == "learned":
-            init = nnx.initializers.normal(config.width**-0.5)
-            self.positions = nnx.Param(init(rngs.params(), (config.max_positions, config.width)))
-        self.blocks = nnx.List(Block(config, spec, rngs=rngs) for spec in config.attention)
+        self.positions = learned_positions(config, rngs)
+        cross = config.cross_attention or [None] * config.layers
+        self.blocks = nnx.List(Block(config, spec, over, rngs=rngs) for spec, over in zip(config.attention, cross))
         self.final_norm = make_norm(config, rngs=rngs) if config.final_norm else None
 
     def __call__(
@@ -115,51 +176,98 @@ class LanguageModel(nnx.Module):
         tokens: Int[Array, "b n"],
         *,
         state: DecodeState | None = None,
+        source: tuple[State, ...] | None = None,
         mask: Bool[Array, "b n"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "b n width"], DecodeState | None]:
         """The last hidden layer of each token, and the state after them (None if none was given).
 
         `mask` is False at padding, which may stand anywhere: it takes no position and leaves no trace in the state.
+        A translation model sees its source through the state, or without one through `source`.
         """
         real = jnp.ones(tokens.shape, jnp.int32) if mask is None else mask.astype(jnp.int32)
         start = 0 if state is None else state.position[:, None]
         positions = start + jnp.cumsum(real, 1) - 1
-        x = dropout(self._embed(tokens, positions), self.config.dropout, key, 0)
+        source = source if state is None else state.source
+        x = embed(self.config, self.embedding, self.positions, tokens, positions)
+        x = dropout(x, self.config.dropout, key, 0)
         states = []
         for layer, block in enumerate(self.blocks):
-            layer_key = None if key is None else jax.random.fold_in(key, layer + 1)
             past = None if state is None else state.layers[layer]
-            x, past = block(x, state=past, mask=mask, positions=positions, key=layer_key)
+            seen = None if source is None else source[layer]
+            x, past = block(x, state=past, source=seen, mask=mask, positions=positions, key=_layer_key(key, layer))
             states.append(past)
         x = x if self.final_norm is None else self.final_norm(x)
         if state is None:
             return x, None
-        return x, DecodeState(tuple(states), state.position + real.sum(1))
-
-    def _embed(self, tokens: Array, positions: Array) -> Array:
-        config = self.config
-        x = self.embedding.embed(tokens)
-        x = x * config.width**0.5 if config.scale_embedding else x
-        if config.positions == "sinusoidal":
-            x += sinusoids(positions, config.width)
-        elif config.positions == "learned":
-            x += self.positions[...][positions]
-        return x.astype(jnp.dtype(config.dtype))
+        return x, DecodeState(tuple(states), state.position + real.sum(1), state.source)
 
     def log_probs(self, hidden: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
         """Logarithms of the next token's probabilities."""
         return self.embedding.log_probs(hidden)
 
-    def losses(self, tokens: Int[Array, "b n"], targets: Int[Array, "b n"], *, mask=None, key=None) -> Array:
-        """Negative log-likelihood of each target given the tokens up to its place (b, n), in float32."""
-        hidden, _ = self(tokens, mask=mask, key=key)
-        return loss_in_chunks(self.embedding, hidden, targets, key)
+    def losses(
+        self,
+        tokens: Int[Array, "b n"],
+        targets: Int[Array, "b n"],
+        *,
+        source: tuple[State, ...] | None = None,
+        mask: Bool[Array, "b n"] | None = None,
+        key: PRNGKeyArray | None = None,
+        smoothing: float = 0.0,
+    ) -> Float[Array, "b n"]:
+        """Negative log-likelihood of each target given the tokens up to its place, in float32."""
+        hidden, _ = self(tokens, source=source, mask=mask, key=key)
+        return loss_in_chunks(self.embedding, hidden, targets, key, smoothing)
 
-    def init_state(self, batch: int, capacity: int) -> DecodeState:
+    def init_state(self, batch: int, capacity: int, source: tuple[State, ...] | None = None) -> DecodeState:
         """The state before the first token; `capacity` tokens fit into the caches of softmax layers."""
         layers = tuple(block.attention.init_state(batch, capacity) for block in self.blocks)
-        return DecodeState(layers, jnp.zeros(batch, jnp.int32))
+        return DecodeState(layers, jnp.zeros(batch, jnp.int32), source)
+
+
+class Encoder(nnx.Module):
+    """Reads a source in both directions. Its attention stays softmax: it works once per sentence, not per token."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embedding = None if config.shared_embedding else PlainEmbedding(config, source=True, rngs=rngs)
+        self.positions = learned_positions(config, rngs)
+        self.blocks = nnx.List(Block(config, causal=False, rngs=rngs) for _ in range(config.encoder_layers))
+        self.final_norm = make_norm(config, rngs=rngs) if config.final_norm else None
+
+    def __call__(self, tokens: Array, mask: Array, shared: nnx.Module, key: PRNGKeyArray | None = None) -> Array:
+        """The last hidden layer of each token; `shared` is the target's embedding, for models that have but one."""
+        positions = jnp.maximum(jnp.cumsum(mask, 1) - 1, 0)
+        embedding = shared if self.embedding is None else self.embedding
+        x = embed(self.config, embedding, self.positions, tokens, positions)
+        x = dropout(x, self.config.dropout, key, 0)
+        for layer, block in enumerate(self.blocks):
+            x, _ = block(x, mask=mask, positions=positions, key=_layer_key(key, layer))
+        return x if self.final_norm is None else self.final_norm(x)
+
+
+class Seq2Seq(LanguageModel):
+    """A translation model: a language model of the target that also sees a source."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.encoder = Encoder(config, rngs=rngs)
+
+    def remember(
+        self, source: Int[Array, "b m"], mask: Bool[Array, "b m"], key: PRNGKeyArray | None = None
+    ) -> tuple[State, ...]:
+        """Each decoder layer's state of the source, built once per sentence: S and z, or keys and values."""
+        encoder_key = None if key is None else jax.random.fold_in(key, 2**16)
+        hidden = self.encoder(source, mask, self.embedding, encoder_key)
+        return tuple(
+            block.remember(hidden, mask=mask, key=_layer_key(key, layer)) for layer, block in enumerate(self.blocks)
+        )
+
+
+def make_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
+    """The model a config describes, with random parameters."""
+    return (Seq2Seq if config.encoder_layers else LanguageModel)(config, rngs=rngs)
 
 
 def check_length(config: ModelConfig, length: int) -> None:
@@ -177,4 +285,4 @@ def grow(state: DecodeState, extra: int) -> DecodeState:
     def more(layer: State) -> State:
         return softmax.grow(layer, int(layer.index) + extra) if isinstance(layer, KVCache) else layer
 
-    return DecodeState(tuple(more(layer) for layer in state.layers), state.position)
+    return state._replace(layers=tuple(more(layer) for layer in state.layers))

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from t2r.model.parameters import Arrays
 from t2r.train.step import TrainState
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every phase of every save
@@ -40,7 +42,22 @@ class Checkpoints:
         restored = self._manager.restore(self.latest, args=args)
         return TrainState(**restored.state), restored.data
 
-    def close(self) -> None:
-        """Waits for what is being written."""
+    def average(self, count: int, like: TrainState) -> tuple[Arrays, list[int]]:
+        """The mean of the trained parameters of the last `count` checkpoints, and their steps."""
+        steps = sorted(self._manager.all_steps())[-count:]
+        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
+        total = None
+        for step in steps:
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
+            part = self._manager.restore(step, args=args).state["trained"]
+            total = part if total is None else jax.tree.map(jnp.add, total, part)
+        return jax.tree.map(lambda x: x / len(steps), total), steps
+
+    def wait(self) -> None:
+        """Until what is being written is there."""
         self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """The last thing to do, once all is written."""
+        self.wait()
         self._manager.close()

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from t2r.data.pairs import is_pairs
 from t2r.errors import InputError, raise_all
 from t2r.model.config import PRESETS, RUNTIME_FIELDS, ModelConfig, preset
 
 # Fields that may change between a run and its continuation: they do not change what is computed.
-MAY_CHANGE = ("steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "mesh")
+MAY_CHANGE = ("steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "average_checkpoints", "mesh")
 
 
 def default_config() -> ConfigDict:
@@ -21,18 +22,24 @@ def default_config() -> ConfigDict:
             steps=1000,
             init_from="",  # a model directory to start from; "": random initialisation
             model=architecture("tiny_lm"),
-            # φ to put in place of softmax; feature_map "": no conversion. features 0: the map's own size.
-            convert=dict(feature_map="", features=0, keep="none"),
+            # φ to put in place of softmax; feature_map "": no conversion. features 0: the map's own size. In a
+            # translation model: cross_features for cross attention (0: as features), and attention=all|causal|cross.
+            convert=dict(feature_map="", features=0, cross_features=0, keep="none", attention="all"),
             trainable="all",  # or feature_maps, or all_but_feature_maps
             data=dict(
                 source="builtin:pydoc",
                 valid="",  # another source to validate on; "": the valid split of `source`
                 tokenizer="sentencepiece",  # or word; a model in init_from brings its own
                 vocab_size=4096,  # 0 with words: all of them
-                length=512,  # tokens per sequence
-                batch=8,  # sequences per step, on all devices together
+                length=512,  # tokens per sequence; longer pairs are left out
+                batch=8,  # of text: sequences per step, on all devices together
+                batch_tokens=4096,  # of pairs: padded tokens a side per step, on all devices together
+                buckets=8,  # of pairs: lengths to pad to, each compiled once
+                joint_tokenizer=True,  # of pairs: one tokenizer for both sides
+                source_vocab_size=0,  # of pairs with two tokenizers; 0: as vocab_size
             ),
-            accumulate=1,  # parts a batch is cut into, one after the other
+            accumulate=1,  # parts a batch is cut into, one after the other; pairs of other lengths in each
+            label_smoothing=0.0,
             optimizer=dict(
                 name="adam",  # or nesterov
                 learning_rate=1e-3,
@@ -57,6 +64,7 @@ def default_config() -> ConfigDict:
             eval_every=0,  # 0: at the end only
             checkpoint_every=100,
             keep_checkpoints=2,
+            average_checkpoints=1,  # the result is the mean of the last so many
             export_dtype="float32",  # or float16, of the weights in workdir/model
         )
     )
@@ -105,7 +113,7 @@ def fields_of(config: ConfigDict, prefix: str = "") -> list[str]:
 def architecture(name: str, **fields) -> ConfigDict:
     """All fields of a model preset, for a run that starts from random initialisation."""
     model = preset(name, **fields).to_dict()
-    del model["attention"]  # `convert` decides
+    del model["attention"], model["cross_attention"]  # `convert` decides
     return ConfigDict(
         {key: value for key, value in model.items() if key in PRESETS[name] or key in fields} | _runtime(model)
     )
@@ -133,14 +141,21 @@ def check(config: ConfigDict) -> None:
         ("keep_checkpoints", config.keep_checkpoints, 1),
         ("data.length", data.length, 1),
         ("data.batch", data.batch, 1),
+        ("data.batch_tokens", data.batch_tokens, 1),
+        ("data.buckets", data.buckets, 1),
+        ("data.source_vocab_size", data.source_vocab_size, 0),
+        ("average_checkpoints", config.average_checkpoints, 1),
         ("data.vocab_size", data.vocab_size, 0),
         ("convert.features", config.convert.features, 0),
+        ("convert.cross_features", config.convert.cross_features, 0),
         ("optimizer.warmup_steps", optimizer.warmup_steps, 0),
         ("optimizer.period", optimizer.period, 0),
     ]:
         if value < least:
             problems.append(f"config.{name}={value} must be at least {least}")
-    if data.batch % max(config.accumulate, 1):
+    if not 0 <= config.label_smoothing < 1:
+        problems.append(f"config.label_smoothing={config.label_smoothing} must be at least 0 and below 1")
+    if not is_pairs(data.source) and data.batch % max(config.accumulate, 1):
         problems.append(f"config.data.batch={data.batch} must be a multiple of config.accumulate={config.accumulate}")
     if not optimizer.learning_rate > 0:
         problems.append(f"config.optimizer.learning_rate={optimizer.learning_rate} must be above 0")

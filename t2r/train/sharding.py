@@ -24,5 +24,5 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Sequences divided among the devices: (accumulate, batch, length)."""
-    return NamedSharding(mesh, PartitionSpec(None, "data"))
+    """Sequences divided among the devices: (batch, length)."""
+    return NamedSharding(mesh, PartitionSpec("data"))

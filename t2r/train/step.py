@@ -1,14 +1,16 @@
-"""One step of training, as one jitted function of plain values."""
+"""One step of training, from jitted functions of plain values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from t2r.model.loss import Batch, total_loss
 from t2r.model.parameters import Arrays, with_arrays
 from t2r.model.transformer import LanguageModel
 from t2r.train.sharding import batch_sharding, replicated
@@ -24,6 +26,14 @@ class TrainState(NamedTuple):
     key: Array  # the data of a random key, never changed: each step folds its number in
 
 
+class Total(NamedTuple):
+    """What the parts of a step add up to."""
+
+    loss: Float[Array, ""]
+    tokens: Int[Array, ""]
+    gradient: Arrays
+
+
 def init_state(arrays: Arrays, trained: set[str], optimizer: optax.GradientTransformation, seed: int) -> TrainState:
     """The state before the first step."""
     parameters = {name: array for name, array in arrays.items() if name in trained}
@@ -33,33 +43,44 @@ def init_state(arrays: Arrays, trained: set[str], optimizer: optax.GradientTrans
 
 
 def make_step(
-    model: LanguageModel, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> Callable[[TrainState, Array], tuple[TrainState, dict[str, Array]]]:
-    """step(state, tokens (accumulate, batch, length + 1)) → (state, {loss, gradient_norm}); the state is donated."""
+    model: LanguageModel, optimizer: optax.GradientTransformation, mesh: Mesh, *, smoothing: float = 0.0
+) -> Callable[[TrainState, Sequence[Batch]], tuple[TrainState, dict[str, Array]]]:
+    """step(state, parts) → (state, {loss, gradient_norm, tokens}), the mean over all tokens; the state is donated.
 
-    def loss_of(trained: Arrays, frozen: Arrays, tokens: Int[Array, "b n"], key: PRNGKeyArray) -> Array:
-        whole = with_arrays(model, {**trained, **frozen})
-        return whole.losses(tokens[:, :-1], tokens[:, 1:], key=key).mean()
+    Parts may have different shapes: gradients are added up over them, and each shape is compiled once.
+    """
+    everywhere, by_rows = replicated(mesh), batch_sharding(mesh)
 
-    def step(state: TrainState, tokens: Int[Array, "parts b n"]) -> tuple[TrainState, dict[str, Array]]:
-        step_key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+    def loss_of(trained: Arrays, frozen: Arrays, batch: Batch, key: PRNGKeyArray) -> tuple[Array, Array]:
+        return total_loss(with_arrays(model, {**trained, **frozen}), batch, key=key, smoothing=smoothing)
 
-        def add_part(total, part):
-            tokens, number = part
-            key = jax.random.fold_in(step_key, number)
-            result = jax.value_and_grad(loss_of)(state.trained, state.frozen, tokens, key)
-            return jax.tree.map(jnp.add, total, result), None
+    def add_part(total: Total, state: TrainState, batch: Batch, number: Array) -> Total:
+        key = jax.random.wrap_key_data(state.key)
+        key = jax.random.fold_in(jax.random.fold_in(key, state.step), number)
+        (loss, tokens), gradient = jax.value_and_grad(loss_of, has_aux=True)(state.trained, state.frozen, batch, key)
+        return jax.tree.map(jnp.add, total, Total(loss, tokens, gradient))
 
-        parts = tokens.shape[0]
-        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.trained))
-        total, _ = jax.lax.scan(add_part, zero, (tokens, jnp.arange(parts)))
-        loss, gradient = jax.tree.map(lambda x: x / parts, total)
+    def finish(state: TrainState, total: Total) -> tuple[TrainState, dict[str, Array]]:
+        gradient = jax.tree.map(lambda x: x / total.tokens, total.gradient)
         updates, opt_state = optimizer.update(gradient, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
-        metrics = {"loss": loss, "gradient_norm": optax.global_norm(gradient)}
-        return state._replace(step=state.step + 1, trained=trained, optimizer=opt_state), metrics
+        metrics = {"loss": total.loss / total.tokens, "gradient_norm": optax.global_norm(gradient)}
+        state = state._replace(step=state.step + 1, trained=trained, optimizer=opt_state)
+        return state, metrics | {"tokens": total.tokens}
 
-    everywhere = replicated(mesh)
-    return jax.jit(
-        step, in_shardings=(everywhere, batch_sharding(mesh)), out_shardings=(everywhere, everywhere), donate_argnums=0
+    def zero(trained: Arrays) -> Total:
+        return Total(jnp.zeros(()), jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, trained))
+
+    add_part = jax.jit(
+        add_part, in_shardings=(everywhere, everywhere, by_rows, None), out_shardings=everywhere, donate_argnums=0
     )
+    finish = jax.jit(finish, in_shardings=everywhere, out_shardings=everywhere, donate_argnums=0)
+    zero = jax.jit(zero, in_shardings=everywhere, out_shardings=everywhere)
+
+    def step(state: TrainState, parts: Sequence[Batch]) -> tuple[TrainState, dict[str, Array]]:
+        total = zero(state.trained)
+        for number, batch in enumerate(parts):
+            total = add_part(total, state, jax.device_put(batch, by_rows), np.uint32(number))
+        return finish(state, total)
+
+    return step

@@ -9,7 +9,6 @@ from typing import Any
 
 import grain
 import jax
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -19,45 +18,32 @@ from t2r import environment
 from t2r.console import Progress, say
 from t2r.convert import model_dir
 from t2r.convert.swap import swap
-from t2r.data.batches import prepare_tokenizer, tokenize, training_batches
-from t2r.data.sources import load_documents
-from t2r.data.tokenizer import Tokenizer
+from t2r.data.tokenizer import Tokenizer, TokenizerPair
 from t2r.errors import InputError, raise_all
-from t2r.evaluate.perplexity import perplexity
 from t2r.model.config import from_dict
 from t2r.model.parameters import arrays_of, count, trainable_names, with_arrays
-from t2r.model.transformer import LanguageModel, check_length
+from t2r.model.transformer import LanguageModel, make_model
 from t2r.train.checkpoint import Checkpoints
 from t2r.train.config import MAY_CHANGE, check
-from t2r.train.metrics import Metrics
+from t2r.train.metrics import Metrics, read_metrics
 from t2r.train.optimizer import make_optimizer, make_schedule
-from t2r.train.sharding import batch_sharding, make_mesh, replicated
+from t2r.train.sharding import make_mesh, replicated
 from t2r.train.step import TrainState, init_state, make_step
+from t2r.train.task import Task, learn_tokenizer, make_task
 
 
 def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     """Runs a config to its end, from the newest checkpoint if there is one; returns the scores of the result."""
     check(config)
-    checkpoints = Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
+    keep = max(config.keep_checkpoints, config.average_checkpoints)
+    checkpoints = Checkpoints(workdir / "checkpoints", keep)
     if checkpoints.latest is not None:
         check_same_run(config, workdir)
     start_time = time.time()
     model, tokenizer, history = build(config, workdir)
-    check_length(model.config, config.data.length)
-    # With a source of its own to validate on, all of `source` is for training.
-    train_split, valid_source, valid_split = "train", config.data.source, "valid"
-    if config.data.valid:
-        train_split, valid_source, valid_split = "all", config.data.valid, "all"
-    tokens = tokenize(tokenizer, load_documents(config.data.source, train_split))
-    valid = np.append(tokenizer.end, tokenize(tokenizer, load_documents(valid_source, valid_split)))
-    batches = training_batches(tokens, length=config.data.length, batch=config.data.batch, seed=config.seed)
-
     mesh = make_mesh(config.mesh)
-    if (config.data.batch // config.accumulate) % mesh.size:
-        raise InputError(
-            f"config.data.batch={config.data.batch} over config.accumulate={config.accumulate} must divide among "
-            f"{mesh.size} devices"
-        )
+    task = make_task(config, model, tokenizer, mesh.size)
+    batches = task.batches()
     optimizer = make_optimizer(config.optimizer, config.steps)
     trained = trainable_names(model, config.trainable)
     state = jax.device_put(init_state(arrays_of(model), trained, optimizer, config.seed), replicated(mesh))
@@ -68,17 +54,23 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
         state, data = checkpoints.restore(state)
         batches.set_state(data)
         say(f"continuing at step {int(state.step)} of {config.steps}")
-    say(
-        f"{count(state.trained):,} of {count(arrays_of(model)):,} parameters train on {len(tokens):,} tokens, "
-        f"{config.data.batch * config.data.length:,} a step"
-    )
-    state, score = run_steps(config, workdir, model, mesh, optimizer, state, batches, checkpoints, valid)
+    say(f"{count(state.trained):,} of {count(arrays_of(model)):,} parameters train on {task.summary}")
+    state = run_steps(config, workdir, model, mesh, optimizer, state, batches, checkpoints, task)
+    checkpoints.wait()
+    averaged = [int(state.step)]
+    if config.average_checkpoints > 1:
+        mean, averaged = checkpoints.average(config.average_checkpoints, state)
+        state = state._replace(trained=mean)
+        say(f"the result is the mean of the checkpoints of steps {', '.join(map(str, averaged))}")
     checkpoints.close()
 
     model = with_arrays(model, {**state.trained, **state.frozen})
+    score = task.validate(model)
+    record_score(workdir, config.steps, score)
     entry = {
         "action": "train",
         "config": config.to_dict(),
+        "checkpoints": averaged,
         "valid_perplexity": score,
         "seconds": round(time.time() - start_time, 1),
         "environment": environment.describe(),
@@ -107,22 +99,38 @@ def write_config(config: ConfigDict, workdir: Path) -> None:
     os.replace(unfinished, path)
 
 
-def build(config: ConfigDict, workdir: Path) -> tuple[LanguageModel, Tokenizer, list[dict]]:
+def build(config: ConfigDict, workdir: Path) -> tuple[LanguageModel, Tokenizer | TokenizerPair, list[dict]]:
     """The model to train, its tokenizer, and what happened to it before."""
-    data, convert = config.data, config.convert
+    convert = config.convert
     if config.init_from:
         model, tokenizer, provenance = model_dir.load(config.init_from, **config.model)
         history = provenance["history"]
     else:
-        split = "all" if data.valid else "train"
-        tokenizer = prepare_tokenizer(workdir, data.source, split, data.tokenizer, data.vocab_size)
-        fields = from_dict({**config.model, "vocab_size": tokenizer.vocab_size})
-        model, history = LanguageModel(fields, rngs=nnx.Rngs(config.seed)), []
+        tokenizer = learn_tokenizer(config, workdir)
+        model = make_model(from_dict({**config.model, **vocabulary(tokenizer)}), rngs=nnx.Rngs(config.seed))
+        history = []
     if convert.feature_map:
-        plan = dict(feature_map=convert.feature_map, features=convert.features or None, keep=convert.keep)
+        plan = {**convert, "features": convert.features or None, "cross_features": convert.cross_features or None}
         model = swap(model, **plan, seed=config.seed)
         history = [*history, {"action": "swap", **plan}]
     return model, tokenizer, history
+
+
+def vocabulary(tokenizer: Tokenizer | TokenizerPair) -> dict[str, Any]:
+    """The fields of a model config that follow from its tokenizer."""
+    if not isinstance(tokenizer, TokenizerPair):
+        return {"vocab_size": tokenizer.vocab_size}
+    sizes = {"vocab_size": tokenizer.target.vocab_size, "source_vocab_size": tokenizer.source.vocab_size}
+    return sizes if tokenizer.joint else {**sizes, "shared_embedding": False}
+
+
+def record_score(workdir: Path, step: int, score: float) -> None:
+    """The line of the finished run's validation, unless an earlier run of this command has written it."""
+    lines = read_metrics(workdir / "metrics.jsonl")
+    if not any(line["step"] == step and "valid_perplexity" in line for line in lines):
+        metrics = Metrics(workdir, step)
+        metrics.write(step, valid_perplexity=score)
+        metrics.close()
 
 
 def run_steps(
@@ -134,24 +142,19 @@ def run_steps(
     state: TrainState,
     batches: grain.DatasetIterator,
     checkpoints: Checkpoints,
-    valid: np.ndarray,
-) -> tuple[TrainState, float]:
-    """Steps until config.steps, logging, evaluating and saving on the way; also the last validation perplexity."""
-    step_function = make_step(model, optimizer, mesh)
+    task: Task,
+) -> TrainState:
+    """Steps until config.steps, logging, validating and saving on the way."""
+    step_function = make_step(model, optimizer, mesh, smoothing=config.label_smoothing)
     schedule = make_schedule(config.optimizer, config.steps)
     first = int(state.step)
     metrics = Metrics(workdir, first)
-    tokens_per_step = config.data.batch * config.data.length
     unchecked: list[tuple[int, dict]] = []  # results not yet looked at: looking waits for the device
-    last_log = (first, time.monotonic())
-
-    def validate() -> float:
-        return perplexity(with_arrays(model, {**state.trained, **state.frozen}), valid, quiet=True).perplexity
+    tokens, last_log = 0.0, time.monotonic()
 
     with Progress("train", config.steps, first) as progress:
         for step in range(first + 1, config.steps + 1):
-            batch = next(batches).reshape(config.accumulate, -1, config.data.length + 1)
-            state, result = step_function(state, jax.device_put(batch, batch_sharding(mesh)))
+            state, result = step_function(state, next(batches))
             unchecked.append((step, result))
             last = step == config.steps
             saving = last or step % config.checkpoint_every == 0
@@ -160,32 +163,33 @@ def run_steps(
                 progress.advance()
                 continue
 
-            result = check_finite(unchecked, config, checkpoints)
+            results = check_finite(unchecked, config, checkpoints)
             unchecked = []
+            tokens += sum(result.pop("tokens") for result in results)
             if step % config.log_every == 0 or last:
-                now = time.monotonic()
-                speed = tokens_per_step * (step - last_log[0]) / (now - last_log[1])
-                last_log = (step, now)
+                now, result = time.monotonic(), results[-1]
+                speed = tokens / (now - last_log)
+                tokens, last_log = 0.0, now
                 rate = float(schedule(step - 1))
                 metrics.write(step, **result, learning_rate=rate, tokens_per_second=round(speed))
                 progress.advance(loss=result["loss"], tokens_per_s=round(speed))
             else:
                 progress.advance()
             if evaluating:
-                score = validate()
+                score = task.validate(with_arrays(model, {**state.trained, **state.frozen}))
                 metrics.write(step, valid_perplexity=score)
                 progress.say(f"step {step}: validation perplexity {score:.2f}")
             if saving:
                 checkpoints.save(step, state, batches.get_state())
-    score = validate()
-    if first < config.steps:  # else this run was finished before, and has the line
-        metrics.write(config.steps, valid_perplexity=score)
     metrics.close()
-    return state, score
+    return state
 
 
-def check_finite(unchecked: list[tuple[int, dict]], config: ConfigDict, checkpoints: Checkpoints) -> dict[str, float]:
-    """The newest results as numbers; the first that is not finite stops the run before anything is saved."""
+def check_finite(
+    unchecked: list[tuple[int, dict]], config: ConfigDict, checkpoints: Checkpoints
+) -> list[dict[str, float]]:
+    """The results as numbers; the first that is not finite stops the run before anything is saved."""
+    numbers = []
     for step, result in unchecked:
         values = {name: float(value) for name, value in result.items()}
         bad = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
@@ -198,4 +202,5 @@ def check_finite(unchecked: list[tuple[int, dict]], config: ConfigDict, checkpoi
                 f"lengthen config.optimizer.warmup_steps (now {fields.warmup_steps}) or tighten "
                 f"config.optimizer.clip_norm (now {fields.clip_norm}). Intact: {kept}"
             )
-    return values
+        numbers.append(values)
+    return numbers

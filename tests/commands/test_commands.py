@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[2]
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
-def t2r(*arguments, timeout=300, xla_flags=QUICK_TO_COMPILE):
+def t2r(*arguments, timeout=300, xla_flags=QUICK_TO_COMPILE, stdin=None):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags}
     return subprocess.run(
         [sys.executable, "-m", "t2r", *map(str, arguments)], env=environment, cwd=ROOT, capture_output=True, text=True,
-        timeout=timeout,
+        timeout=timeout, input=stdin,
     )  # fmt: skip
 
 
@@ -63,6 +63,49 @@ def test_convert_evaluate_generate_merge(tmp_path, text_file):
     assert len(both["text"]) == 2
 
 
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory):
+    from conftest import micro_mt
+    from t2r.data.pairs import number_pairs
+    from t2r.data.tokenizer import SentencePiece, TokenizerPair
+
+    path = tmp_path_factory.mktemp("models") / "translator"
+    text = "\n".join(side for pair in number_pairs(1000) for side in pair)
+    tokenizer = SentencePiece.train(text, 340, sentences=True)
+    model = make_model(micro_mt(vocab_size=340, tied_output=False))
+    model_dir.save(path, model_dir.Model(model, TokenizerPair(tokenizer, tokenizer), {"history": []}))
+    return path
+
+
+def test_convert_translate_evaluate(translator, tmp_path):
+    """Standard input, files, n-best lists and scores, from a hybrid."""
+    options = [f"--model={translator}", f"--output={tmp_path}/rnn", "--features=4", "--cross_features=8", "--keep=1"]
+    swapped = result(t2r("convert", *options))
+    assert swapped["linear_layers"] == [0] and swapped["softmax_layers"] == [1]
+    result(t2r("convert", f"--model={tmp_path}/rnn", f"--output={tmp_path}/merged", "--merge"))
+
+    lines = ["forty-two", "", "nine thousand and twelve\u2028one", "six"]
+    piped = t2r("translate", f"--model={tmp_path}/merged", "--beam=2", stdin="\n".join(lines) + "\n")
+    assert piped.returncode == 0, piped.stderr
+    texts = piped.stdout.split("\n")
+    assert (
+        len(texts) == 5 and texts[1] == texts[4] == "" and json.loads(piped.stderr.splitlines()[-1])["sentences"] == 4
+    )
+    (tmp_path / "in.txt").write_text("\n".join(lines))
+    options = [f"--model={tmp_path}/merged", "--beam=2", f"--input={tmp_path}/in.txt", f"--output={tmp_path}/out.txt"]
+    assert result(t2r("translate", *options, "--n_best=2"))["empty"] == 1
+    rows = [line.split("\t") for line in (tmp_path / "out.txt").read_text().splitlines()]
+    assert [row[0] for row in rows] == ["1", "1", "2", "3", "3", "4", "4"]
+    assert rows[0][2] == texts[0] and float(rows[0][1]) >= float(rows[1][1])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.txt", "merged", "out.txt", "rnn"]
+
+    (tmp_path / "pairs.tsv").write_text("six\tsechs\nten\tzehn\n")
+    scored = t2r("evaluate", f"--model={tmp_path}/merged", f"--data=tsv:{tmp_path}/pairs.tsv", "--beam=2", "--moses=de")
+    found = result(scored)
+    assert found["sentences"] == 2 and 0 <= found["bleu"] <= 100 and 0 <= found["exact_match"] <= 1
+    assert "tok:13a" in found["signature"] and {"chrf", "tokenized_bleu"} <= found.keys()
+
+
 def test_the_quickstart_runs_from_end_to_end(tmp_path):
     """On a text it has not seen, with few steps and short lengths; the page has everything inside."""
     text = tmp_path / "text.txt"
@@ -79,7 +122,7 @@ def test_the_quickstart_runs_from_end_to_end(tmp_path):
     assert "merge" in (tmp_path / "run" / "t2r" / "provenance.json").read_text()
 
 
-@pytest.mark.parametrize("command", ["train", "convert", "evaluate", "generate", "quickstart"])
+@pytest.mark.parametrize("command", ["train", "convert", "evaluate", "generate", "translate", "quickstart"])
 def test_help_is_enough(command):
     run = t2r(command, "--help")
     assert run.returncode == 0 and f"python -m t2r {command}" in run.stdout and "--" in run.stdout
@@ -87,7 +130,7 @@ def test_help_is_enough(command):
     assert listing.returncode == 0 and command in listing.stdout
 
 
-def test_bad_input_gets_one_clear_error(model, tmp_path):
+def test_bad_input_gets_one_clear_error(model, translator, tmp_path):
     def refused(*arguments):
         run = t2r(*arguments)
         assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
@@ -105,4 +148,10 @@ def test_bad_input_gets_one_clear_error(model, tmp_path):
     assert "temperature=-1" in refused("generate", given, "--temperature=-1")
     assert "GiB are free" in refused("generate", given, "--prompt=The", "--length=999999999999")
     assert "--model" in refused("generate", "--prompt=The")
+    given = f"--model={translator}"
+    assert "is text, but --model" in refused("evaluate", given, "--data=builtin:pydoc")
+    assert "--n_best=3 is more than --beam=2" in refused("translate", given, "--beam=2", "--n_best=3")
+    (tmp_path / "long.txt").write_text("one\n" + "seven hundred " * 40)
+    long = f"--input={tmp_path}/long.txt"
+    assert "line 2" in refused("translate", given, long, "--max_source=20", f"--output={tmp_path}/x")
     assert not (tmp_path / "x").exists()

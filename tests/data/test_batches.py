@@ -15,22 +15,24 @@ def test_blocks_are_contiguous_and_overlap_by_the_one_token_they_predict():
 
 def test_every_epoch_has_each_block_once_in_another_order():
     batches = training_batches(np.arange(81), length=10, batch=4, seed=1)
-    epochs = [np.concatenate([next(batches)[:, 0] for _ in range(2)]) for _ in range(3)]
+    epochs = [np.concatenate([next(batches)[0].tokens[:, 0] for _ in range(2)]) for _ in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(0, 80, 10))
     assert epochs[0].tolist() != epochs[1].tolist()
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_saved_iterator_goes_on_where_it_was(batch):
-    batches = training_batches(np.arange(101), length=10, batch=batch, seed=2)
+@pytest.mark.parametrize(("batch", "parts"), [(1, 1), (3, 1), (6, 3)])
+def test_a_saved_iterator_goes_on_where_it_was(batch, parts):
+    batches = training_batches(np.arange(101), length=10, batch=batch, seed=2, parts=parts)
     for _ in range(7):
         next(batches)
     state = batches.get_state()
     expected = [next(batches) for _ in range(9)]
-    again = training_batches(np.arange(101), length=10, batch=batch, seed=2)
+    again = training_batches(np.arange(101), length=10, batch=batch, seed=2, parts=parts)
     again.set_state(state)
-    np.testing.assert_array_equal([next(again) for _ in range(9)], expected)
+    for found, wanted in zip((next(again) for _ in range(9)), expected):
+        assert len(found) == parts and found[0].tokens.shape == (batch // parts, 11)
+        np.testing.assert_array_equal([part.tokens for part in found], [part.tokens for part in wanted])
 
 
 def test_too_little_text_is_refused():

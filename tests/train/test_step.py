@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from conftest import error, make_model, micro, random_tokens
+from conftest import error, make_model, micro, micro_mt, random_tokens
 from t2r.convert.swap import swap
 from t2r.errors import InputError
+from t2r.model.loss import PADDING, Batch
 from t2r.model.parameters import arrays_of, trainable_names
 from t2r.train.config import default_config
 from t2r.train.optimizer import make_optimizer
@@ -26,7 +27,8 @@ def run(model, *, steps=3, devices=1, accumulate=1, trainable="all"):
     step = make_step(model, optimizer, mesh)
     losses = []
     for i in range(steps):
-        state, result = step(state, random_tokens(4, 17, seed=i).reshape(accumulate, -1, 17))
+        parts = random_tokens(4, 17, seed=i).reshape(accumulate, -1, 17)
+        state, result = step(state, [Batch(part) for part in parts])
         losses.append(float(result["loss"]))
     return losses, {**state.trained, **state.frozen}
 
@@ -47,7 +49,7 @@ def test_the_loss_falls(plain):
     options.update(learning_rate=0.01, warmup_steps=1)
     optimizer, mesh = make_optimizer(options, 30), make_mesh(ConfigDict({"data": 1}))
     state = init_state(arrays_of(model), trainable_names(model, "all"), optimizer, 0)
-    step, tokens = make_step(model, optimizer, mesh), random_tokens(4, 17).reshape(1, 4, 17)
+    step, tokens = make_step(model, optimizer, mesh), [Batch(random_tokens(4, 17))]
     losses = []
     for _ in range(30):
         state, result = step(state, tokens)
@@ -78,6 +80,46 @@ def test_only_what_should_train_trains(model, trainable):
     assert (
         moved == {"all": set(before), "feature_maps": in_maps, "all_but_feature_maps": set(before) - in_maps}[trainable]
     )
+
+
+def pairs(rows, width, seed):
+    """A batch of sentence pairs of all lengths up to `width`."""
+    chance = np.random.default_rng(seed)
+    batch = Batch(np.full((rows, width + 1), PADDING), np.full((rows, width), PADDING))
+    for row, length in enumerate(chance.integers(1, width + 1, (rows, 2))):
+        batch.tokens[row, : length[0] + 1] = chance.integers(0, 60, length[0] + 1)
+        batch.source[row, : length[1]] = chance.integers(0, 60, length[1])
+    return batch
+
+
+def test_a_step_of_pairs_is_the_mean_over_all_tokens_of_all_parts():
+    """Parts of other lengths, with rows of padding, on two devices, against one batch of everything on one."""
+    model = swap(make_model(micro_mt(layers=1)), features=4, cross_features=8)
+    short, long = pairs(4, 5, 0), pairs(2, 9, 1)
+    wider = [np.pad(side, ((0, 2), (0, 4)), constant_values=PADDING) for side in short]  # two rows of padding
+    together = Batch(*(np.concatenate(sides) for sides in zip(wider, long)))
+    options = default_config().optimizer
+    options.update(learning_rate=0.01, warmup_steps=1)
+    optimizer = make_optimizer(options, 2)
+    found = []
+    for devices, parts in ((2, [short, long]), (1, [together])):
+        state = init_state(jax.tree.map(jnp.copy, arrays_of(model)), trainable_names(model, "all"), optimizer, 0)
+        step = make_step(model, optimizer, make_mesh(ConfigDict({"data": devices})), smoothing=0.1)
+        state, result = step(state, parts)
+        found.append((result, state.trained))
+    tokens = sum((part.tokens[:, 1:] != PADDING).sum() for part in (short, long))
+    assert int(found[0][0]["tokens"]) == int(found[1][0]["tokens"]) == tokens
+    assert error(found[0], found[1]) < 1e-5
+
+
+def test_label_smoothing_spreads_a_share_of_the_target():
+    model = make_model(micro_mt(layers=1))
+    x, targets = jax.random.normal(jax.random.key(0), (7, 32)), jnp.arange(7)
+    wanted = 0.9 * jax.nn.one_hot(targets, 60) + 0.1 / 60
+    expected = -(wanted * model.log_probs(x)).sum(-1)
+    np.testing.assert_allclose(model.embedding.loss(x, targets, smoothing=0.1), expected, rtol=1e-5)
+    with pytest.raises(InputError, match="label_smoothing"):
+        make_model(micro()).embedding.loss(x, targets, smoothing=0.1)
 
 
 def test_random_features_are_constants(model):

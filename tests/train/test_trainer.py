@@ -9,9 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from t2r.__main__ import main
+from t2r.errors import InputError
+from t2r.train import trainer
+from t2r.train.config import load_config
 from t2r.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +41,35 @@ def get_config():
     config.checkpoint_every = 3
     return config
 """
+
+
+PAIRS = """
+from t2r.train.config import architecture, default_config
+
+def get_config():
+    config = default_config()
+    config.steps = 9
+    config.model = architecture("micro_mt", layers=1, dropout=0.1)
+    config.convert.update(feature_map="rfa", features=4, cross_features=8)
+    config.data.update(source="tsv:{table}", vocab_size=320, length=40, batch_tokens=96, buckets=2, {data})
+    config.accumulate = 2
+    config.label_smoothing = 0.1
+    config.optimizer.update(schedule="inverse_sqrt", warmup_steps=4)
+    config.log_every = 1
+    config.checkpoint_every = 2
+    config.average_checkpoints = 3
+    return config
+"""
+
+
+def pairs_config(tmp_path, data=""):
+    from t2r.data.pairs import number_pairs
+
+    table = tmp_path / "pairs.tsv"
+    table.write_text("".join(f"{s}\t{t}\n" for s, t in number_pairs(1000)[:600]))
+    path = tmp_path / "pairs.py"
+    path.write_text(PAIRS.format(table=table, data=data))
+    return path
 
 
 @pytest.fixture
@@ -116,6 +150,53 @@ def test_killed_runs_end_as_if_nothing_had_happened(config_file, tmp_path):
     assert result["valid_perplexity"] == reference["valid_perplexity"]
     steps = [line["step"] for line in read_metrics(workdir / "metrics.jsonl") if "loss" in line]
     assert steps == sorted(set(steps)), "each step is logged once"
+
+
+def test_killed_runs_on_pairs_end_the_same_and_average_their_checkpoints(tmp_path):
+    """The result of a run is the mean of the parameters of its last checkpoints."""
+    config_file = pairs_config(tmp_path)
+    whole = train(config_file, tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    assert "of which is padding" in whole.stderr and "steps 6, 8, 9" in whole.stderr
+    workdir = tmp_path / "killed"
+    process = subprocess.Popen(
+        command(config_file, workdir), env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    assert kill_when(process, lambda: len(losses(workdir)) >= 5)
+    final = train(config_file, workdir)
+    assert final.returncode == 0, final.stderr
+    assert losses(workdir) == losses(tmp_path / "whole") and len(losses(workdir)) == 9
+    exported, reference = (
+        load_file(folder / "model" / "model.safetensors") for folder in (workdir, tmp_path / "whole")
+    )
+    restored = [checkpoint_arrays(workdir / "checkpoints" / step) for step in ("6", "8", "9")]
+    for name, array in exported.items():
+        np.testing.assert_array_equal(array, reference[name])
+        np.testing.assert_allclose(array, np.mean([arrays[name] for arrays in restored], 0), rtol=1e-5, atol=1e-7)
+
+
+def checkpoint_arrays(folder):
+    """Parameters straight from orbax's files."""
+    import orbax.checkpoint as ocp
+
+    state = ocp.StandardCheckpointer().restore(folder / "state")
+    return {name: np.asarray(array) for name, array in {**state["trained"], **state["frozen"]}.items()}
+
+
+def test_data_and_model_must_agree(tmp_path, text_file):
+    """And two tokenizers mean two embeddings."""
+    name = str(pairs_config(tmp_path, "joint_tokenizer=False, source_vocab_size=310"))
+    for field, value, message in [
+        ("source", f"text:{text_file}", "is text, but the model is a translation model: it needs pairs"),
+        ("length", 2, "training pairs are longer"),
+    ]:
+        config = load_config(name)
+        config.data[field] = value
+        with pytest.raises(InputError, match=message):
+            trainer.train(config, tmp_path / "run")
+    model, tokenizer, _ = trainer.build(load_config(name), tmp_path / "built")
+    assert (model.config.source_vocab_size, model.config.vocab_size) == (310, 320) and not tokenizer.joint
+    assert not model.config.shared_embedding
 
 
 def test_a_run_goes_on_with_more_steps_but_not_with_another_config(config_file, tmp_path):

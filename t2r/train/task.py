@@ -1,0 +1,118 @@
+"""The two things a model is trained to do, language modelling and translation: their data, batches and validation."""
+
+from pathlib import Path
+from typing import Protocol
+
+import grain
+import numpy as np
+from ml_collections import ConfigDict
+
+from t2r.data.batches import prepare_pair, prepare_tokenizer, tokenize, training_batches
+from t2r.data.buckets import Buckets, Encoded
+from t2r.data.pairs import Pair, is_pairs, load_pairs
+from t2r.data.sources import load_documents
+from t2r.data.tokenizer import Tokenizer, TokenizerPair
+from t2r.errors import InputError
+from t2r.evaluate.perplexity import pair_perplexity, perplexity
+from t2r.model.transformer import LanguageModel, check_length
+
+
+class Task(Protocol):
+    """What the trainer needs to know of it."""
+
+    summary: str  # the data, in words
+
+    def batches(self) -> grain.DatasetIterator: ...  # lists of parts, endless, resumable
+    def validate(self, model: LanguageModel) -> float: ...  # perplexity
+
+
+class LanguageModelling:
+    """Predict each token of a text from those before it."""
+
+    def __init__(self, config: ConfigDict, model: LanguageModel, tokenizer: Tokenizer, devices: int):
+        check_length(model.config, config.data.length)
+        if (config.data.batch // config.accumulate) % devices:
+            raise InputError(
+                f"config.data.batch={config.data.batch} over config.accumulate={config.accumulate} must divide among "
+                f"{devices} devices"
+            )
+        train, valid = _splits(config)
+        self._config = config
+        self._tokens = tokenize(tokenizer, load_documents(*train))
+        self._valid = np.append(tokenizer.end, tokenize(tokenizer, load_documents(*valid)))
+        self.summary = f"{len(self._tokens):,} tokens, {config.data.batch * config.data.length:,} a step"
+
+    def batches(self) -> grain.DatasetIterator:
+        data = self._config.data
+        return training_batches(
+            self._tokens, length=data.length, batch=data.batch, seed=self._config.seed, parts=self._config.accumulate
+        )
+
+    def validate(self, model: LanguageModel) -> float:
+        return perplexity(model, self._valid, quiet=True).perplexity
+
+
+class Translation:
+    """Predict each token of a target from its source and the target's tokens before it."""
+
+    def __init__(self, config: ConfigDict, model: LanguageModel, tokenizer: TokenizerPair, devices: int):
+        data = config.data
+        check_length(model.config, data.length)
+        train, valid = (load_pairs(*split) for split in _splits(config))
+        encoded = encode_pairs(tokenizer, train)
+        kept = [pair for pair in encoded if pair.length <= data.length]
+        if not kept:
+            raise InputError(f"config.data.length={data.length}: all {len(encoded):,} training pairs are longer")
+        options = dict(count=data.buckets, multiple=devices, seed=config.seed)
+        self._parts = config.accumulate
+        self._buckets = Buckets(kept, tokens=data.batch_tokens // config.accumulate, **options)
+        self._valid = Buckets([p for p in encode_pairs(tokenizer, valid) if p.length <= data.length], tokens=4096)
+        self.summary = (
+            f"{len(kept):,} pairs ({len(encoded) - len(kept):,} longer than data.length={data.length} left out), "
+            f"{sum(len(pair.target) - 1 for pair in kept):,} target tokens, in batches of {len(self._buckets.bounds)} "
+            f"lengths up to {self._buckets.bounds[-1]}, {self._buckets.padding:.1%} of which is padding; "
+            f"{len(self._buckets) / config.accumulate:,.1f} steps an epoch"
+        )
+
+    def batches(self) -> grain.DatasetIterator:
+        return self._buckets.training_batches(self._parts)
+
+    def validate(self, model: LanguageModel) -> float:
+        return pair_perplexity(model, self._valid)
+
+
+def encode_pairs(tokenizer: TokenizerPair, pairs: list[Pair]) -> list[Encoded]:
+    """Pairs as token ids."""
+    return [Encoded(tokenizer.encode_source(source), tokenizer.encode_target(target)) for source, target in pairs]
+
+
+def make_task(
+    config: ConfigDict, model: LanguageModel, tokenizer: Tokenizer | TokenizerPair, devices: int
+) -> LanguageModelling | Translation:
+    """The task that data and model agree on."""
+    pairs, translates = is_pairs(config.data.source), bool(model.config.encoder_layers)
+    if pairs != translates:
+        kinds = ("text", "pairs"), ("a language model", "a translation model")
+        raise InputError(
+            f"config.data.source={config.data.source!r} is {kinds[0][pairs]}, but the model is {kinds[1][translates]}: "
+            f"it needs {kinds[0][translates]}"
+        )
+    return (Translation if pairs else LanguageModelling)(config, model, tokenizer, devices)
+
+
+def learn_tokenizer(config: ConfigDict, workdir: Path) -> Tokenizer | TokenizerPair:
+    """The tokenizer of a model that starts from nothing, from the training data."""
+    data = config.data
+    (source, split), _ = _splits(config)
+    if not is_pairs(source):
+        return prepare_tokenizer(workdir, source, split, data.tokenizer, data.vocab_size)
+    sizes = data.vocab_size, data.source_vocab_size
+    return prepare_pair(workdir, source, split, data.tokenizer, *sizes, data.joint_tokenizer)
+
+
+def _splits(config: ConfigDict) -> tuple[tuple[str, str], tuple[str, str]]:
+    """(source, split) to train on, and to validate on. With a source of its own for that, all of the other trains."""
+    data = config.data
+    return (
+        ((data.source, "all"), (data.valid, "all")) if data.valid else ((data.source, "train"), (data.source, "valid"))
+    )

@@ -1,0 +1,187 @@
+"""Beam search: the best translations there are, the same for any batch, with every kind of attention."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import make_model, micro_mt
+from t2r.convert.merge import merge
+from t2r.convert.swap import swap
+from t2r.decode.beam import Beam, score, translate
+from t2r.decode.generate import go_on, start_translation
+from t2r.decode.sampling import Sampling
+from t2r.errors import InputError
+from t2r.model.loss import PADDING
+from t2r.model.transformer import Seq2Seq
+
+END = 5  # a token that these random models sometimes like
+KINDS = ["softmax", "t2r", "elu", "rfa", "performer", "merged", "hybrid"]
+
+
+def model_of(kind, seed=0, vocab_size=12, **fields):
+    """A model with an output layer of its own: a tied one likes best to repeat its last token."""
+    model = make_model(micro_mt(vocab_size=vocab_size, tied_output=False, **fields), seed)
+    if kind == "softmax":
+        return model
+    sizes = {} if kind == "elu" else dict(features=4, cross_features=8)
+    if kind in ("merged", "hybrid"):
+        return merge(swap(model, **sizes, keep="1" if kind == "hybrid" else "none"))
+    return swap(model, feature_map=kind, **sizes)
+
+
+def sources_of(rows, width):
+    padded = np.full((len(rows), width), PADDING, np.int32)
+    for row, ids in zip(padded, rows):
+        row[: len(ids)] = ids
+    return padded
+
+
+def random_sources(lengths, vocab, seed=0):
+    chance = np.random.default_rng(seed)
+    return [[*chance.integers(3, vocab, length - 1).tolist(), END] for length in lengths]
+
+
+@pytest.mark.parametrize(
+    ("kind", "penalty", "early"), [("softmax", 0.0, True), ("hybrid", 1.3, False), ("merged", 0.6, True)]
+)
+@given(seed=st.integers(0, 2**16))
+def test_a_beam_that_misses_nothing_finds_what_enumeration_finds(kind, penalty, early, seed):
+    """All 15 translations of up to 3 tokens of a vocabulary of 3, best first, with their scores."""
+    vocab, limit, size = 3, 3, 24
+    model = model_of(kind, seed, vocab_size=vocab, source_vocab_size=6, shared_embedding=False)
+    source = sources_of(random_sources([5], 6, seed), 5)
+    every = [list(ids) for n in range(limit + 1) for ids in itertools.product([0, 1], repeat=n)]
+    log_probs = score(model, np.repeat(source, len(every), 0), every, end=2)
+    scores = [value / (len(ids) + 1) ** penalty for value, ids in zip(log_probs, every)]
+    expected = sorted(zip(scores, every), reverse=True)
+    found = translate(model, source, end=2, beam=Beam(size, penalty, early), limits=[limit])[0]
+    np.testing.assert_allclose([h.score for h in found], [value for value, _ in expected], rtol=1e-4)
+    np.testing.assert_allclose([h.log_probability for h in found], score(model, np.repeat(source, 15, 0),
+                               [h.tokens for h in found], end=2), rtol=1e-4)  # fmt: skip
+    assert sorted(h.tokens for h in found) == sorted(every)
+
+
+def naive_search(next_log_probs, beam, limit):
+    """The definition, with lists: `next_log_probs(prefix)` of one sentence."""
+    living, results = [(0.0, [])], []
+    for step in range(limit + 1):
+        candidates = [
+            (total + value, [*ids, token])
+            for total, ids in living
+            for token, value in enumerate(next_log_probs(ids))
+            if step < limit or token == END
+        ]
+        candidates.sort(key=lambda c: -c[0])
+        ended = [c for c in candidates[: beam.size] if c[1][-1] == END]
+        results += [(total / len(ids) ** beam.length_penalty, ids[:-1]) for total, ids in ended]
+        results = sorted(results, key=lambda r: -r[0])[: beam.size]
+        living = [c for c in candidates if c[1][-1] != END][: beam.size]
+        if len(results) == beam.size and (
+            beam.early_stopping or not living or results[-1][0] >= living[0][0] / (limit + 1) ** beam.length_penalty
+        ):
+            break
+    return results
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def all_log_probs(graph, arrays, source, tokens):
+    model = nnx.merge(graph, arrays)
+    return model.log_probs(model(tokens, source=model.remember(jnp.maximum(source, 0), source != PADDING))[0])
+
+
+@pytest.mark.parametrize(("size", "penalty", "early"), [(1, 0.6, True), (3, 0.0, True), (3, 0.6, False)])
+@given(seed=st.integers(0, 2**16))
+def test_any_beam_is_the_definition_with_lists(size, penalty, early, seed):
+    model = model_of("merged", seed)
+    rows = random_sources([3, 7, 2], 12, seed)
+    sources, limits, beam = sources_of(rows, 8), [4, 9, 6], Beam(size, penalty, early)
+    found = translate(model, sources, end=END, beam=beam, limits=limits)
+    for source, limit, hypotheses in zip(sources, limits, found):
+
+        def next_log_probs(prefix, source=source):
+            tokens = np.zeros((1, 10), np.int32)
+            tokens[0, : len(prefix) + 1] = [END, *prefix]
+            return np.asarray(all_log_probs(*nnx.split(model), source[None], tokens))[0, len(prefix)].tolist()
+
+        expected = naive_search(next_log_probs, beam, limit)
+        np.testing.assert_allclose([h.score for h in hypotheses], [r[0] for r in expected], rtol=1e-4)
+        assert [h.tokens for h in hypotheses] == [r[1] for r in expected]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_padding_greedy_and_rescoring(kind):
+    """A batch is its sentences one by one, whatever the padding; scores are a full pass's; a beam of 1 is greedy."""
+    model = model_of(kind)
+    rows = random_sources([9, 2, 5], 12)
+    batch = translate(model, sources_of([*rows, []], 12), end=END, beam=Beam(3))
+    assert batch.pop() == [], "a source of padding alone has no translation"
+    for row, together in zip(rows, batch):
+        alone = translate(model, sources_of([row], 9), end=END, beam=Beam(3))[0]
+        assert [h.tokens for h in alone] == [h.tokens for h in together]
+        np.testing.assert_allclose([h.score for h in alone], [h.score for h in together], rtol=1e-4)
+        values = [h.score for h in together]
+        assert values == sorted(values, reverse=True) and len({tuple(h.tokens) for h in together}) == 3
+    best = [hypotheses[0] for hypotheses in batch]
+    rescored = score(model, sources_of(rows, 12), [h.tokens for h in best], end=END)
+    np.testing.assert_allclose([h.log_probability for h in best], rescored, rtol=1e-4)
+
+    limit = 8
+    narrow = translate(model, sources_of(rows, 12), end=END, beam=Beam(1), limits=[limit] * 3)
+    generation = start_translation(model, sources_of(rows, 12), limit, end=END)
+    _, greedy = go_on(model, generation, limit, end=END)
+    assert [hypotheses[0].tokens for hypotheses in narrow] == greedy
+
+
+class Sure(Seq2Seq):
+    """Gives its best token nearly everything, and all others, an end too, an equal share of the rest."""
+
+    def log_probs(self, hidden):
+        likely = jax.nn.one_hot(jnp.argmax(super().log_probs(hidden)[..., 1:], -1) + 1, 12)
+        return jnp.log(0.92 * likely + 0.08 / 12)
+
+
+def test_unlikely_ends_do_not_stop_a_likely_translation():
+    """The toolkit's early stopping has enough results when unlikely beams have ended, which here is at every step."""
+    model = model_of("t2r")
+    model.__class__ = Sure
+    sources, limits = sources_of(random_sources([6, 6], 12), 6), [10, 10]
+    greedy = translate(model, sources, end=0, beam=Beam(1), limits=limits)
+    for early in (False, True):
+        found = translate(model, sources, end=0, beam=Beam(4, 0.6, early), limits=limits)
+        assert [h[0].tokens == g[0].tokens for h, g in zip(found, greedy)] == [not early] * 2
+
+
+def test_translations_end_early_and_at_their_limits():
+    """What the other tests rely on: models here do both."""
+    model = model_of("t2r")
+    rows = random_sources([4] * 24, 12)
+    found = translate(model, sources_of(rows, 4), end=END, beam=Beam(2))
+    lengths = {len(h.tokens) for hypotheses in found for h in hypotheses}
+    assert min(lengths) < 12 and max(lengths) <= 2 * 4 + 16 and len(lengths) > 3
+
+
+def test_sampled_translations_follow_their_seed():
+    model = model_of("hybrid")
+    sources = sources_of(random_sources([5, 3], 12), 5)
+    texts = [
+        go_on(model, start_translation(model, sources, 9, end=END, seed=s), 9, end=END, sampling=Sampling(1.0))[1]
+        for s in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_search_that_cannot_be_is_refused():
+    learned = model_of("softmax", positions="learned", max_positions=8)
+    with pytest.raises(InputError, match=r"9 tokens are more than .*max_positions=8"):
+        translate(learned, sources_of(random_sources([9], 12), 16), end=END)
+    found = translate(learned, sources_of(random_sources([3], 12), 16), end=END, beam=Beam(2))[0]
+    assert max(len(h.tokens) for h in found) <= 7
+    with pytest.raises(InputError, match=r"beam=0(.|\n)*length_penalty=-1"):
+        Beam(0, -1)

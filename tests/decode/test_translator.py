@@ -1,0 +1,71 @@
+"""Lines in, lines out: order, empty lines, long lines."""
+
+import numpy as np
+import pytest
+
+from conftest import make_model, micro, micro_mt
+from t2r.convert.model_dir import Model
+from t2r.convert.swap import swap
+from t2r.data.pairs import number_pairs
+from t2r.data.tokenizer import SentencePiece, TokenizerPair
+from t2r.decode.beam import Beam
+from t2r.decode.sampling import Sampling
+from t2r.decode.translator import Options, pad, translate_lines
+from t2r.errors import InputError
+
+LINES = [
+    "one",
+    "",
+    "nine hundred and twelve thousand, three hundred and four",
+    "  ",
+    "forty-two",
+    "seven thousand",
+    "six",
+]
+
+
+@pytest.fixture(scope="module")
+def content():
+    text = "\n".join(side for pair in number_pairs(1000) for side in pair)
+    tokenizer = SentencePiece.train(text, 340, sentences=True)
+    model = swap(make_model(micro_mt(layers=1, vocab_size=340, tied_output=False)), features=4, cross_features=8)
+    return Model(model, TokenizerPair(tokenizer, tokenizer), {"history": []})
+
+
+def test_each_line_has_its_translations_in_its_place(content):
+    seen = []
+    found = translate_lines(content, LINES, Options(beam=Beam(3), batch=4), on_batch=seen.append)
+    assert sum(seen) == len(LINES) == len(found)
+    alone = translate_lines(content, LINES[2:3], Options(beam=Beam(3), batch=4))[0]
+    assert [t.text for t in found[2]] == [t.text for t in alone] and len(alone) == 3
+    np.testing.assert_allclose([t.score for t in found[2]], [t.score for t in alone], rtol=1e-4)
+    for empty in (1, 3):
+        assert found[empty] == [("", 0.0)]
+    for translations in found:
+        assert all("\n" not in t.text and "\r" not in t.text for t in translations)
+        assert [t.score for t in translations] == sorted((t.score for t in translations), reverse=True)
+
+
+def test_sampling_needs_no_beam(content):
+    options = Options(sampling=Sampling(1.0), seed=1, batch=4)
+    first, again = translate_lines(content, LINES, options), translate_lines(content, LINES, options)
+    assert first == again != translate_lines(content, LINES, options._replace(seed=2))
+    assert all(len(translations) == 1 for translations in first)
+
+
+def test_lines_that_are_too_long_are_named_or_cut(content):
+    options = Options(batch=4, max_source=6)
+    with pytest.raises(InputError, match=r"max_source=6 tokens: line 13 \(\d+\)"):
+        translate_lines(content, LINES, options, first_line=11)
+    said = []
+    found = translate_lines(content, LINES, options._replace(truncate=True), warn=said.append)
+    assert len(said) == 1 and "line 3 " in said[0] and len(found) == len(LINES)
+
+
+def test_batches_have_few_widths():
+    assert pad([[1] * 3], 4).shape == (4, 16) and pad([[1] * 17], 2).shape == (2, 32) == pad([[1] * 32], 2).shape
+
+
+def test_a_language_model_does_not_translate(tokenizer):
+    with pytest.raises(InputError, match="language model"):
+        translate_lines(Model(make_model(micro(vocab_size=300)), tokenizer, {}), ["x"])

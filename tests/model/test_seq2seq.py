@@ -1,0 +1,170 @@
+"""The translation model: a decoder that sees its source, padded or not, through attention of any kind."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from conftest import error, make_model, micro_mt, random_tokens
+from t2r.convert.merge import merge
+from t2r.convert.swap import swap
+from t2r.errors import InputError
+from t2r.model.config import AttentionSpec, preset
+from t2r.model.parameters import abstract_model, arrays_of, count
+
+FAMILIES = {
+    "paper": {},
+    "pre-norm": dict(norm_placement="before", final_norm=True),
+    "decoder-only tying": dict(shared_embedding=False, source_vocab_size=40),
+    "separate": dict(shared_embedding=False, tied_output=False),
+    "learned positions": dict(positions="learned", max_positions=30),
+    "rotary": dict(positions="rotary", norm="rms", bias=False),
+}
+KINDS = ["softmax", "t2r", "elu", "rfa", "performer"]
+
+
+def converted(kind, model):
+    if kind == "softmax":
+        return model
+    sizes = {} if kind == "elu" else dict(features=4, cross_features=8)
+    return swap(model, feature_map=kind, **sizes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_decodes_as_it_trains_and_uses_all_it_has(family):
+    """Whole targets against pieces through the state; gradients reach every parameter."""
+    model = swap(make_model(micro_mt(layers=1, **FAMILIES[family])), features=4, cross_features=8)
+    graph, arrays = nnx.split(model)
+    source, tokens = random_tokens(2, 11, 1, vocab=40), random_tokens(2, 8, 2, vocab=60)
+    mask = jnp.ones(source.shape, bool).at[1, 7:].set(False)
+
+    def whole(arrays):
+        model = nnx.merge(graph, arrays)
+        memory = model.remember(source, mask)
+        hidden, _ = model(tokens, source=memory)
+        state, pieces, first = model.init_state(2, 8, memory), [], 0
+        for size in (3, 1, 4):
+            piece, state = model(tokens[:, first : first + size], state=state)
+            pieces.append(piece)
+            first += size
+        loss = model.losses(tokens[:, :-1], tokens[:, 1:], source=memory).mean()
+        return loss, (hidden, jnp.concatenate(pieces, 1))
+
+    (_, (hidden, pieces)), gradient = jax.jit(jax.value_and_grad(whole, has_aux=True))(arrays)
+    assert error(pieces, hidden) < 1e-5
+    for path, leaf in nnx.to_flat_state(gradient):
+        assert np.abs(np.asarray(leaf.get_value())).max() > 0, path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_of_the_source_changes_nothing_and_the_source_matters(kind):
+    model = converted(kind, make_model(micro_mt(layers=1)))
+    tokens, rows = random_tokens(2, 6, 2, vocab=60), random_tokens(2, 9, 3, vocab=60)
+    translate = jax.jit(lambda source, mask: model(tokens, source=model.remember(source, mask))[0])
+    alone = translate(rows, jnp.ones(rows.shape, bool))
+    padded = jnp.concatenate([rows, random_tokens(2, 5, 4, vocab=60)], 1)
+    assert error(translate(padded, jnp.arange(14) < jnp.array([[9], [9]])), alone) < 1e-5
+    assert error(translate(padded, jnp.ones(padded.shape, bool)), alone) > 1e-3
+    assert bool(jnp.isfinite(translate(rows, jnp.zeros(rows.shape, bool))).all()), "a row of padding is harmless"
+
+
+@pytest.mark.parametrize("kind", ["softmax", "t2r"])
+def test_several_targets_of_one_source_share_its_state(kind):
+    """As beams do: three texts and one source, against the source three times."""
+    model = converted(kind, make_model(micro_mt()))
+    tokens, source = random_tokens(6, 5, 1, vocab=60), random_tokens(2, 7, 2, vocab=60)
+    run = jax.jit(lambda source: model(tokens, source=model.remember(source, jnp.ones(source.shape, bool)))[0])
+    assert error(run(source), run(jnp.repeat(source, 3, 0))) < 1e-5
+
+
+def test_random_features_of_source_and_target_are_drawn_together():
+    """In training RFA draws anew at each step, the same for the keys of the source and the queries to it."""
+    model = converted("rfa", make_model(micro_mt(layers=1)))
+    tokens, source = random_tokens(1, 5, 1, vocab=60), random_tokens(1, 7, 2, vocab=60)
+    mask = jnp.ones(source.shape, bool)
+
+    @jax.jit
+    def hidden(key):
+        return model(tokens, source=model.remember(source, mask, key), key=key)[0]
+
+    @jax.jit
+    def crossed(key, other):
+        return model(tokens, source=model.remember(source, mask, other), key=key)[0]
+
+    keys = [jax.random.key(i) for i in range(8)]
+    expected = model(tokens, source=model.remember(source, mask))[0]
+    together = np.mean([error(hidden(key), expected) for key in keys])
+    apart = np.mean([error(crossed(key, other), expected) for key, other in itertools.pairwise(keys)])
+    assert 0 < together < apart
+
+
+def test_the_encoder_is_left_alone_and_each_attention_has_its_size():
+    model = make_model(micro_mt(layers=3))
+    swapped = swap(model, features=4, cross_features=8, keep="2")
+    kinds = [
+        (a.kind, a.features, c.kind, c.features)
+        for a, c in zip(swapped.config.attention, swapped.config.cross_attention)
+    ]
+    assert kinds == [("linear", 4, "linear", 8)] * 2 + [("softmax", None, "softmax", None)]
+    new = arrays_of(swapped).keys() - arrays_of(model).keys()
+    assert len(new) == 8 and all(".feature_map." in name and name.startswith("blocks.") for name in new)
+    assert arrays_of(swapped)["blocks.0.attention.feature_map.weight"].shape == (2, 4, 16)
+    assert arrays_of(swapped)["blocks.0.cross.feature_map.weight"].shape == (2, 8, 16)
+    only = swap(model, features=8, attention="cross")
+    assert {spec.kind for spec in only.config.attention} == {"softmax"}
+    assert {spec.kind for spec in only.config.cross_attention} == {"linear"}
+    both = swap(only, feature_map="elu", attention="causal")
+    assert both.config.attention[0].feature_map == "elu" and both.config.cross_attention[0].feature_map == "t2r"
+
+
+def test_merged_translation_models_are_unmerged_ones():
+    model = swap(make_model(micro_mt()), features=4, cross_features=8, keep="1")
+    merged = merge(model)
+    assert [spec.kind for spec in merged.config.cross_attention] == ["merged", "softmax"]
+    tokens, source = random_tokens(2, 5, 1, vocab=60), random_tokens(2, 7, 2, vocab=60)
+    run = lambda model: model(tokens, source=model.remember(source, jnp.ones(source.shape, bool)))[0]  # noqa: E731
+    assert error(jax.jit(lambda: run(merged))(), jax.jit(lambda: run(model))()) < 1e-5
+    rotary = make_model(micro_mt(positions="rotary"))  # between two sentences nothing is rotated
+    assert merge(swap(rotary, features=4, attention="cross")).config.cross_attention[0].kind == "merged"
+    with pytest.raises(InputError, match=r"layer 0, cross_attention.*'elu'"):
+        merge(swap(make_model(micro_mt()), feature_map="elu"))
+
+
+def test_the_papers_model_has_the_papers_size():
+    """The arithmetic of configs/wmt.py."""
+    attention, norm = 4 * (1024**2 + 1024), 2 * 1024
+    feedforward = 2 * 1024 * 4096 + 4096 + 1024
+    encoder, decoder = attention + feedforward + 2 * norm, 2 * attention + feedforward + 3 * norm
+    expected = 32_768 * 1024 + 6 * (encoder + decoder)
+    config = preset("paper_mt")
+    assert count(arrays_of(abstract_model(config))) == expected == 209_911_808
+    assert (config.layers, config.encoder_layers, config.heads, config.head_dim) == (6, 6, 16, 64)
+    separate = preset("paper_mt", shared_embedding=False)
+    assert count(arrays_of(abstract_model(separate))) == expected + 32_768 * 1024
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(source_vocab_size=50), "shared_embedding needs one vocabulary, not source_vocab_size=50"),
+        (dict(adaptive_cutoffs=(20,)), "adaptive_cutoffs are for language models"),
+        (dict(encoder_layers=-1), "encoder_layers=-1"),
+        (dict(encoder_layers=0, cross_attention=(AttentionSpec(),)), "cross_attention is for translation models"),
+        (dict(cross_attention=(AttentionSpec("linear", "elu", 3),)), "layer 1, cross_attention: feature map 'elu'"),
+    ],
+)
+def test_configs_that_cannot_be_are_refused(fields, message):
+    with pytest.raises(InputError, match=message):
+        micro_mt(**fields)
+
+
+def test_swaps_that_cannot_be_are_refused():
+    from conftest import micro
+
+    with pytest.raises(InputError, match="a language model has no cross attention"):
+        swap(make_model(micro()), cross_features=8)
+    with pytest.raises(InputError, match="attention='cross'"):
+        swap(make_model(micro()), attention="cross")
