@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import os
 import pkgutil
+import signal
 import sys
 
 from absl import flags
@@ -27,7 +28,7 @@ def main(arguments: list[str]) -> int:
         return 0
 
     from t2r.console import finish
-    from t2r.errors import InputError
+    from t2r.errors import InputError, Stopped
 
     try:
         parse_flags(command, arguments)
@@ -36,6 +37,9 @@ def main(arguments: list[str]) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except Stopped as stopped:
+        print(f"{stopped}; the same command goes on from there", file=sys.stderr)
+        return 128 + signal.SIGTERM  # what a scheduler expects of a process that it has told to stop
     except KeyboardInterrupt:
         print("stopped; what was saved is intact, and the same command goes on from it", file=sys.stderr)
         return 130

@@ -1,15 +1,15 @@
-"""Shared set-up: two CPU devices, checked array shapes, and small models."""
+"""Shared set-up: eight CPU devices, checked array shapes, and small models."""
 
 import functools
 import os
 from pathlib import Path
 
-# Two devices, so that sharding is never trivial. Programs here are small and run once: compiling them is most of the
+# Eight devices, for meshes of three axes. Programs here are small and run once: compiling them is most of the
 # time, so LLVM is told not to try hard.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=2",
+        "--xla_force_host_platform_device_count=8",
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
     ]

@@ -18,7 +18,7 @@ CHOICES = {
 }
 RATES = ("dropout", "attention_dropout", "activation_dropout", "layer_dropout", "adaptive_dropout")
 # Fields that change how a model is run or trained, not its parameters: safe to override on a pretrained model.
-RUNTIME_FIELDS = (*RATES, "dtype")
+RUNTIME_FIELDS = (*RATES, "dtype", "remat", "scan_layers")
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ class ModelConfig:
     layer_dropout: float = 0.0
     adaptive_dropout: float = 0.0
     dtype: str = "float32"  # of activations; parameters are float32
+    remat: bool = False  # keep only what goes from layer to layer for the backward pass, and compute the rest again
+    scan_layers: bool = False  # compile one layer, or one period of a pattern such as 75%, for all
 
     def __post_init__(self):
         # Defaults that follow from other fields are filled in here, so that readers need not know the rule.

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from t2r.errors import InputError
 from t2r.model.config import ModelConfig
+from t2r.model.layout import constrain
 
 # Tokens whose logits over a whole vocabulary are held at once when a loss is computed.
 LOSS_CHUNK = 2048
@@ -25,7 +26,8 @@ class PlainEmbedding(nnx.Module):
         self.tied = config.tied_output
 
     def embed(self, tokens: Int[Array, "b n"]) -> Float[Array, "b n width"]:
-        return self.table[...][tokens].astype(self.dtype)
+        # Rows are looked up in whole tables: from one divided by width they would have to be moved afterwards.
+        return constrain(self.table[...], ("vocabulary", None))[tokens].astype(self.dtype)
 
     def log_probs(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
         """Logarithms of the probabilities of all tokens, in float32."""
@@ -71,7 +73,8 @@ class AdaptiveEmbedding(nnx.Module):
         x = 0.0
         for low, high, table, projection in zip(self.bounds, self.bounds[1:], self.tables, self.projections):
             inside = (tokens >= low) & (tokens < high)
-            rows = table[...][jnp.where(inside, tokens - low, 0)].astype(self.dtype)
+            table = constrain(table[...], ("vocabulary", None))
+            rows = table[jnp.where(inside, tokens - low, 0)].astype(self.dtype)
             x += jnp.where(inside[..., None], rows @ projection[...].astype(self.dtype), 0)
         return x
 

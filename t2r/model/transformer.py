@@ -1,6 +1,7 @@
 """The transformer: one block for all families, and the two models made of it: LanguageModel and Seq2Seq."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from t2r.attention.softmax import KVCache
 from t2r.errors import InputError
 from t2r.model.config import AttentionSpec, ModelConfig
 from t2r.model.embedding import PlainEmbedding, dropout, loss_in_chunks, make_embedding, sinusoids
+from t2r.model.layout import HIDDEN, KV_CACHE, LINEAR_STATE, constrain
 
 ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "swish": jax.nn.silu}
 
@@ -118,7 +120,7 @@ class Block(nnx.Module):
         if self.layer_dropout and key is not None:
             keep = jax.random.bernoulli(jax.random.fold_in(key, 2), 1 - self.layer_dropout)
             x = jnp.where(keep, x, skipped)
-        return x, state
+        return constrain(x, HIDDEN), state
 
     def _branch(
         self, x: Array, norm: nnx.Module, function: Callable[[Array], tuple[Array, Any]], key, fold: int
@@ -141,6 +143,53 @@ def _layer_key(key: PRNGKeyArray | None, layer: int) -> PRNGKeyArray | None:
     return None if key is None else jax.random.fold_in(key, layer + 1)
 
 
+def run_layers(
+    blocks: Sequence[Block],
+    config: ModelConfig,
+    x: Float[Array, "b n width"],
+    *,
+    sources: Sequence[State] | None = None,
+    key: PRNGKeyArray | None = None,
+    **inputs: Any,
+) -> Float[Array, "b n width"]:
+    """All layers on whole sequences. With `scan_layers`, layers that are built alike are one loop, compiled once."""
+    recompute = jax.checkpoint if config.remat else lambda function: function
+    split = [nnx.split(block) for block in blocks]
+    period = _period([graph for graph, _ in split]) if config.scan_layers else len(blocks)
+    if period == len(blocks):
+        for layer, block in enumerate(blocks):
+            source = None if sources is None else sources[layer]
+            run = functools.partial(block, source=source, key=_layer_key(key, layer), **inputs)
+            x = recompute(lambda x, run=run: run(x)[0])(x)
+        return x
+
+    @recompute
+    def one_period(x: Array, layers: tuple) -> tuple[Array, None]:
+        first, arrays, seen = layers
+        for place in range(period):
+            block = nnx.merge(split[place][0], arrays[place])
+            source = None if seen is None else seen[place]
+            x, _ = block(x, source=source, key=_layer_key(key, first + place), **inputs)
+        return x, None
+
+    def stacked(values: Sequence[Any]) -> list[Any]:  # for each place in the period, its layers as one array
+        return [jax.tree.map(lambda *leaves: jnp.stack(leaves), *values[place::period]) for place in range(period)]
+
+    arrays = stacked([arrays for _, arrays in split])
+    seen = None if sources is None else stacked(sources)
+    return jax.lax.scan(one_period, x, (jnp.arange(0, len(blocks), period), arrays, seen))[0]
+
+
+def _period(kinds: Sequence[Any]) -> int:
+    """The length of the shortest pattern that, repeated, makes up the sequence."""
+    count = len(kinds)
+    return next(
+        size
+        for size in range(1, count + 1)
+        if count % size == 0 and all(kinds[i] == kinds[i % size] for i in range(count))
+    )
+
+
 def learned_positions(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param | None:
     """A vector for each position, if the config asks for them."""
     if config.positions != "learned":
@@ -157,7 +206,7 @@ def embed(config: ModelConfig, embedding: nnx.Module, learned: nnx.Param | None,
         x += sinusoids(positions, config.width)
     elif learned is not None:
         x += learned[...][positions]
-    return x.astype(jnp.dtype(config.dtype))
+    return constrain(x.astype(jnp.dtype(config.dtype)), HIDDEN)
 
 
 class LanguageModel(nnx.Module):
@@ -191,15 +240,15 @@ class LanguageModel(nnx.Module):
         source = source if state is None else state.source
         x = embed(self.config, self.embedding, self.positions, tokens, positions)
         x = dropout(x, self.config.dropout, key, 0)
+        if state is None:
+            x = run_layers(self.blocks, self.config, x, sources=source, mask=mask, positions=positions, key=key)
+            return x if self.final_norm is None else self.final_norm(x), None
         states = []
         for layer, block in enumerate(self.blocks):
-            past = None if state is None else state.layers[layer]
-            seen = None if source is None else source[layer]
+            past, seen = state.layers[layer], None if source is None else source[layer]
             x, past = block(x, state=past, source=seen, mask=mask, positions=positions, key=_layer_key(key, layer))
             states.append(past)
         x = x if self.final_norm is None else self.final_norm(x)
-        if state is None:
-            return x, None
         return x, DecodeState(tuple(states), state.position + real.sum(1), state.source)
 
     def log_probs(self, hidden: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
@@ -222,7 +271,7 @@ class LanguageModel(nnx.Module):
 
     def init_state(self, batch: int, capacity: int, source: tuple[State, ...] | None = None) -> DecodeState:
         """The state before the first token; `capacity` tokens fit into the caches of softmax layers."""
-        layers = tuple(block.attention.init_state(batch, capacity) for block in self.blocks)
+        layers = tuple(constrain_state(block.attention.init_state(batch, capacity)) for block in self.blocks)
         return DecodeState(layers, jnp.zeros(batch, jnp.int32), source)
 
 
@@ -242,8 +291,7 @@ class Encoder(nnx.Module):
         embedding = shared if self.embedding is None else self.embedding
         x = embed(self.config, embedding, self.positions, tokens, positions)
         x = dropout(x, self.config.dropout, key, 0)
-        for layer, block in enumerate(self.blocks):
-            x, _ = block(x, mask=mask, positions=positions, key=_layer_key(key, layer))
+        x = run_layers(self.blocks, self.config, x, mask=mask, positions=positions, key=key)
         return x if self.final_norm is None else self.final_norm(x)
 
 
@@ -261,13 +309,21 @@ class Seq2Seq(LanguageModel):
         encoder_key = None if key is None else jax.random.fold_in(key, 2**16)
         hidden = self.encoder(source, mask, self.embedding, encoder_key)
         return tuple(
-            block.remember(hidden, mask=mask, key=_layer_key(key, layer)) for layer, block in enumerate(self.blocks)
+            constrain_state(block.remember(hidden, mask=mask, key=_layer_key(key, layer)))
+            for layer, block in enumerate(self.blocks)
         )
 
 
 def make_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
     """The model a config describes, with random parameters."""
     return (Seq2Seq if config.encoder_layers else LanguageModel)(config, rngs=rngs)
+
+
+def constrain_state(state: State) -> State:
+    """The state of a layer, divided among devices where a mesh is set: by texts and by heads."""
+    names = KV_CACHE if isinstance(state, KVCache) else LINEAR_STATE
+    fields = {name: constrain(getattr(state, name), names[name]) for name in names if getattr(state, name) is not None}
+    return state._replace(**fields)
 
 
 def check_length(config: ModelConfig, length: int) -> None:

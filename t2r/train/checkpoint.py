@@ -1,6 +1,7 @@
 """Checkpoints of a run: training state, data iterator, random state. The only file that knows orbax."""
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from t2r.console import say
+from t2r.errors import raise_all
 from t2r.model.parameters import Arrays
 from t2r.train.step import TrainState
 
@@ -36,11 +39,34 @@ class Checkpoints:
             self._manager.save(step, args=args, force=True)
 
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """The newest checkpoint, laid out on the devices as `like` is."""
+        """The newest checkpoint that can be read, laid out on the devices as `like` is.
+
+        Newer ones that cannot are put aside, so that the run can write them anew. If none can, nothing is touched.
+        """
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
         args = ocp.args.Composite(state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore())
-        restored = self._manager.restore(self.latest, args=args)
-        return TrainState(**restored.state), restored.data
+        damaged = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                restored = self._manager.restore(step, args=args)
+            except Exception as error:  # orbax raises many kinds
+                damaged[step] = next(iter(str(error).splitlines()), type(error).__name__)[:200]
+                continue
+            self._put_aside(damaged)
+            return TrainState(**restored.state), restored.data
+        raise_all(
+            f"no checkpoint in {self.folder} can be read (to start over, move the folder away):",
+            [f"step {step}: {reason}" for step, reason in damaged.items()],
+        )
+
+    def _put_aside(self, damaged: dict[int, str]) -> None:
+        for step, reason in damaged.items():
+            aside = self.folder.with_name(f"{self.folder.name}.damaged") / f"{step}-{time.time_ns()}"
+            aside.parent.mkdir(exist_ok=True)
+            (self.folder / str(step)).rename(aside)
+            say(f"warning: the checkpoint of step {step} is damaged ({reason}); put aside as {aside}")
+        if damaged:
+            self._manager.reload()
 
     def average(self, count: int, like: TrainState) -> tuple[Arrays, list[int]]:
         """The mean of the trained parameters of the last `count` checkpoints, and their steps."""

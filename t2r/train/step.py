@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from t2r.model.layout import shardings
 from t2r.model.loss import Batch, total_loss
 from t2r.model.parameters import Arrays, with_arrays
 from t2r.model.transformer import LanguageModel
@@ -43,13 +44,20 @@ def init_state(arrays: Arrays, trained: set[str], optimizer: optax.GradientTrans
 
 
 def make_step(
-    model: LanguageModel, optimizer: optax.GradientTransformation, mesh: Mesh, *, smoothing: float = 0.0
+    model: LanguageModel,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    like: TrainState,
+    *,
+    smoothing: float = 0.0,
 ) -> Callable[[TrainState, Sequence[Batch]], tuple[TrainState, dict[str, Array]]]:
     """step(state, parts) → (state, {loss, gradient_norm, tokens}), the mean over all tokens; the state is donated.
 
-    Parts may have different shapes: gradients are added up over them, and each shape is compiled once.
+    Parts may have different shapes: gradients are added up over them, and each shape is compiled once. `like` has the
+    state's structure and shapes; the arrays lie on the mesh as `t2r.model.layout` says.
     """
-    everywhere, by_rows = replicated(mesh), batch_sharding(mesh)
+    everywhere, by_rows, layout = replicated(mesh), batch_sharding(mesh), shardings(like, mesh)
+    total_layout = Total(everywhere, everywhere, layout.trained)
 
     def loss_of(trained: Arrays, frozen: Arrays, batch: Batch, key: PRNGKeyArray) -> tuple[Array, Array]:
         return total_loss(with_arrays(model, {**trained, **frozen}), batch, key=key, smoothing=smoothing)
@@ -72,15 +80,16 @@ def make_step(
         return Total(jnp.zeros(()), jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, trained))
 
     add_part = jax.jit(
-        add_part, in_shardings=(everywhere, everywhere, by_rows, None), out_shardings=everywhere, donate_argnums=0
+        add_part, in_shardings=(total_layout, layout, by_rows, None), out_shardings=total_layout, donate_argnums=0
     )
-    finish = jax.jit(finish, in_shardings=everywhere, out_shardings=everywhere, donate_argnums=0)
-    zero = jax.jit(zero, in_shardings=everywhere, out_shardings=everywhere)
+    finish = jax.jit(finish, in_shardings=(layout, total_layout), out_shardings=(layout, everywhere), donate_argnums=0)
+    zero = jax.jit(zero, in_shardings=(layout.trained,), out_shardings=total_layout)
 
     def step(state: TrainState, parts: Sequence[Batch]) -> tuple[TrainState, dict[str, Array]]:
-        total = zero(state.trained)
-        for number, batch in enumerate(parts):
-            total = add_part(total, state, jax.device_put(batch, by_rows), np.uint32(number))
-        return finish(state, total)
+        with jax.set_mesh(mesh):
+            total = zero(state.trained)
+            for number, batch in enumerate(parts):
+                total = add_part(total, state, jax.device_put(batch, by_rows), np.uint32(number))
+            return finish(state, total)
 
     return step

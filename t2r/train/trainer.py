@@ -1,9 +1,13 @@
 """A run, top to bottom: data, model, restore, steps, model directory."""
 
+import contextlib
 import json
 import math
 import os
+import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +23,16 @@ from t2r.console import Progress, say
 from t2r.convert import model_dir
 from t2r.convert.swap import swap
 from t2r.data.tokenizer import Tokenizer, TokenizerPair
-from t2r.errors import InputError, raise_all
+from t2r.errors import InputError, Stopped, raise_all
 from t2r.model.config import from_dict
+from t2r.model.layout import shardings
 from t2r.model.parameters import arrays_of, count, trainable_names, with_arrays
 from t2r.model.transformer import LanguageModel, make_model
 from t2r.train.checkpoint import Checkpoints
 from t2r.train.config import MAY_CHANGE, check
 from t2r.train.metrics import Metrics, read_metrics
 from t2r.train.optimizer import make_optimizer, make_schedule
-from t2r.train.sharding import make_mesh, replicated
+from t2r.train.sharding import batch_ways, make_mesh
 from t2r.train.step import TrainState, init_state, make_step
 from t2r.train.task import Task, learn_tokenizer, make_task
 
@@ -42,11 +47,12 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     start_time = time.time()
     model, tokenizer, history = build(config, workdir)
     mesh = make_mesh(config.mesh)
-    task = make_task(config, model, tokenizer, mesh.size)
+    task = make_task(config, model, tokenizer, batch_ways(mesh))
     batches = task.batches()
     optimizer = make_optimizer(config.optimizer, config.steps)
     trained = trainable_names(model, config.trainable)
-    state = jax.device_put(init_state(arrays_of(model), trained, optimizer, config.seed), replicated(mesh))
+    state = init_state(arrays_of(model), trained, optimizer, config.seed)
+    state = jax.device_put(state, shardings(state, mesh))
 
     # Nothing can be wrong with the config any more.
     write_config(config, workdir)
@@ -145,19 +151,20 @@ def run_steps(
     task: Task,
 ) -> TrainState:
     """Steps until config.steps, logging, validating and saving on the way."""
-    step_function = make_step(model, optimizer, mesh, smoothing=config.label_smoothing)
+    step_function = make_step(model, optimizer, mesh, state, smoothing=config.label_smoothing)
     schedule = make_schedule(config.optimizer, config.steps)
     first = int(state.step)
     metrics = Metrics(workdir, first)
     unchecked: list[tuple[int, dict]] = []  # results not yet looked at: looking waits for the device
     tokens, last_log = 0.0, time.monotonic()
 
-    with Progress("train", config.steps, first) as progress:
+    with Progress("train", config.steps, first) as progress, termination() as asked_to_stop:
         for step in range(first + 1, config.steps + 1):
             state, result = step_function(state, next(batches))
             unchecked.append((step, result))
             last = step == config.steps
-            saving = last or step % config.checkpoint_every == 0
+            stopping = asked_to_stop()
+            saving = last or stopping or step % config.checkpoint_every == 0
             evaluating = config.eval_every and step % config.eval_every == 0 and not last
             if not (saving or evaluating or step % config.log_every == 0):
                 progress.advance()
@@ -181,8 +188,26 @@ def run_steps(
                 progress.say(f"step {step}: validation perplexity {score:.2f}")
             if saving:
                 checkpoints.save(step, state, batches.get_state())
+            if stopping and not last:
+                checkpoints.close()
+                metrics.close()
+                raise Stopped(f"stopped as asked, at step {step} of {config.steps}, which is saved")
     metrics.close()
     return state
+
+
+@contextlib.contextmanager
+def termination() -> Iterator[Callable[[], bool]]:
+    """Within it SIGTERM does not end the process; the function says whether one has come."""
+    came = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # elsewhere signals cannot be caught
+        yield came.is_set
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: came.set())
+    try:
+        yield came.is_set
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def check_finite(

@@ -154,6 +154,26 @@ def test_layer_dropout_leaves_a_layer_out_whole():
     assert not np.allclose(block(x)[0], x)
 
 
+@pytest.mark.parametrize("keep", ["none", "every_2nd", "last"])
+def test_one_compiled_layer_and_recomputation_change_nothing(keep):
+    """In value and gradient, with dropout; layers alike, in a pattern, and in none."""
+    linear, full = AttentionSpec("linear", "t2r", 4), AttentionSpec()
+    specs = {"none": [linear] * 4, "every_2nd": [linear, full] * 2, "last": [linear, linear, linear, full]}[keep]
+    tokens = random_tokens(2, 9)
+    plain = micro(layers=4, attention=tuple(specs), dropout=0.2, adaptive_cutoffs=())
+    results = []
+    for fields in ({}, dict(scan_layers=True, remat=True)):
+        graph, arrays = nnx.split(make_model(plain.replace(**fields)))
+
+        def loss(arrays, graph=graph):
+            return nnx.merge(graph, arrays).losses(tokens[:, :-1], tokens[:, 1:], key=jax.random.key(3)).mean()
+
+        program = jax.jit(jax.value_and_grad(loss)).lower(arrays)
+        results.append((program.compile()(arrays), program.as_text().count("stablehlo.while")))
+    assert error(results[1][0], results[0][0]) < 1e-5
+    assert (results[1][1] > results[0][1]) == (keep != "last")
+
+
 def test_learned_positions_end_somewhere():
     config = micro(positions="learned", max_positions=16)
     check_length(config, 16)

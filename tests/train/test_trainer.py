@@ -199,6 +199,55 @@ def test_data_and_model_must_agree(tmp_path, text_file):
     assert not model.config.shared_embedding
 
 
+def test_a_run_survives_sigterm_a_damaged_checkpoint_and_another_mesh(config_file, tmp_path):
+    """Stopped on four devices, its newest checkpoint cut short, gone on with on two others: the losses of one."""
+    whole = train(config_file, tmp_path / "whole", "--config.steps=12")
+    assert whole.returncode == 0, whole.stderr
+    workdir = tmp_path / "run"
+
+    def devices(count):
+        flags = environment()["XLA_FLAGS"] + f" --xla_force_host_platform_device_count={count}"
+        return {**environment(), "XLA_FLAGS": flags}
+
+    mesh = ["--config.mesh.data=1", "--config.mesh.fsdp=2", "--config.mesh.tensor=2", "--config.steps=12"]
+    process = subprocess.Popen(
+        command(config_file, workdir, *mesh), env=devices(4), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    while len(losses(workdir)) < 7 and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM and "stopped as asked, at step" in errors, errors
+    stopped = max(losses(workdir))
+    assert str(stopped) in [path.name for path in (workdir / "checkpoints").iterdir()]
+
+    truncate(workdir / "checkpoints" / str(stopped))
+    final = subprocess.run(
+        command(config_file, workdir, "--config.mesh.fsdp=2", "--config.steps=12"), env=devices(2), cwd=ROOT,
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert final.returncode == 0, final.stderr
+    assert f"the checkpoint of step {stopped} is damaged" in final.stderr and "continuing at step" in final.stderr
+    assert list((workdir / "checkpoints.damaged").iterdir()), "nothing is thrown away"
+    found, expected = losses(workdir), losses(tmp_path / "whole")
+    assert found.keys() == expected.keys()
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-4)
+
+    truncate(workdir / "checkpoints")
+    before = sorted(path.name for path in (workdir / "checkpoints").iterdir())
+    lost = train(config_file, workdir, "--config.steps=12")
+    assert lost.returncode == 2 and "no checkpoint in" in lost.stderr and "step 12:" in lost.stderr, lost.stderr
+    assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == before
+
+
+def truncate(folder):
+    """Cuts every file in half."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
 def test_a_run_goes_on_with_more_steps_but_not_with_another_config(config_file, tmp_path):
     workdir = tmp_path / "run"
     assert train(config_file, workdir, "--config.data.batch=4000").returncode == 2
