@@ -1,0 +1,69 @@
+"""The configs that ship: every row loads, is valid, and has the size its file says."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from t2r.convert.swap import swap
+from t2r.errors import InputError
+from t2r.model.config import from_dict
+from t2r.model.parameters import abstract_model, arrays_of, count
+from t2r.train.config import check, load_config
+from t2r.train.optimizer import make_schedule
+from t2r.train.rows import ROWS
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def module(name):
+    spec = importlib.util.spec_from_file_location(name, CONFIGS / f"{name}.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+VARIANTS = (
+    [f"numbers.py:{row}" for row in ROWS]
+    + [f"tatoeba.py:{row}" for row in ROWS]
+    + [f"wmt.py:{pair}/{row}" for pair in module("wmt").PAIRS for row in ROWS]
+    + [f"wikitext103.py:{row}" for row in module("wikitext103").ROWS]
+)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_row_is_a_valid_run(variant):
+    config = load_config(f"{CONFIGS}/{variant}")
+    check(config)
+    rate = make_schedule(config.optimizer, config.steps)
+    assert float(rate(config.optimizer.warmup_steps)) == pytest.approx(config.optimizer.learning_rate)
+
+
+def test_rows_that_are_not_there_are_refused():
+    for name in ("wmt.py:en_es/t2r", "wmt.py:en_de/t2rr", "wikitext103.py:t2r_7", "tatoeba.py:lstm"):
+        with pytest.raises(InputError, match="choose one of"):
+            load_config(f"{CONFIGS}/{name}")
+
+
+@pytest.mark.parametrize("name", ["wmt", "wikitext103"])
+def test_the_papers_models_have_the_size_their_files_say(name):
+    """And φ adds r·k·(d + 1) to each attention it comes to."""
+    stated = int(re.search(r"^([\d,]+) parameters", module(name).__doc__, re.M)[1].replace(",", ""))
+    transformer, t2r = (
+        load_config(f"{CONFIGS}/{name}.py{row}") for row in ("", ":en_de/t2r" if name == "wmt" else ":t2r")
+    )
+    model = abstract_model(from_dict(dict(transformer.model)))
+    assert count(arrays_of(model)) == stated
+    plan = t2r.convert
+    converted = swap(model, feature_map="t2r", features=plan.features, cross_features=plan.cross_features or None)
+    layers, heads, size = model.config.layers, model.config.heads, model.config.head_dim
+    added = count(arrays_of(converted)) - stated
+    assert added == layers * heads * (plan.features + plan.cross_features) * (size + 1)
+
+
+def test_steps_of_the_papers_batches():
+    """73,728 and 24,576 tokens of text, 458,752 of pairs."""
+    lm, finetuned = (load_config(f"{CONFIGS}/wikitext103.py:{row}") for row in ("transformer", "t2r"))
+    assert [c.data.batch * c.data.length for c in (lm, finetuned)] == [3072 * 8 * 3, 3072 * 8]
+    assert load_config(f"{CONFIGS}/wmt.py").data.batch_tokens == 3584 * 8 * 16
