@@ -8,7 +8,7 @@ import grain
 import numpy as np
 
 from t2r.errors import InputError
-from t2r.model.loss import PADDING, Batch
+from t2r.model.loss import Batch, pad_rows
 
 
 class Encoded(NamedTuple):
@@ -46,11 +46,8 @@ def choose_bounds(lengths: Sequence[int], count: int) -> list[int]:
 
 def stack(pairs: Sequence[Encoded], rows: int, width: int) -> Batch:
     """`rows` rows of `width` tokens; missing pairs are rows of padding."""
-    batch = Batch(np.full((rows, width + 1), PADDING, np.int32), np.full((rows, width), PADDING, np.int32))
-    for row, pair in enumerate(pairs):
-        batch.source[row, : len(pair.source)] = pair.source
-        batch.tokens[row, : len(pair.target)] = pair.target
-    return batch
+    sources, targets = [pair.source for pair in pairs], [pair.target for pair in pairs]
+    return Batch(pad_rows(targets, rows, width + 1), pad_rows(sources, rows, width))
 
 
 class Buckets:

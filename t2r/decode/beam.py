@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from t2r.errors import raise_all
-from t2r.model.loss import PADDING
+from t2r.model.loss import PADDING, Batch, pad_rows, remember, token_losses
 from t2r.model.transformer import DecodeState, Seq2Seq, check_length
 
 NEVER = -1e30  # the log-probability of what cannot be; finite, so that sums and differences of it are numbers
@@ -101,7 +101,7 @@ def default_limit(source_length: int) -> int:
 def _search(graph, arrays, sources, limits, capacity: int, end: int, beam: Beam):
     model: Seq2Seq = nnx.merge(graph, arrays)
     batch, size = sources.shape[0], beam.size
-    memory = model.remember(jnp.maximum(sources, 0), sources != PADDING)
+    memory = remember(model, sources)
     empty = jnp.zeros((batch, size, capacity), jnp.int32)
     first = jnp.full((batch, size), NEVER).at[:, 0].set(0.0)  # all beams are alike: only one of them counts
     nothing = jnp.full((batch, size), NEVER)
@@ -179,17 +179,11 @@ def reorder(state: DecodeState, rows: Int[Array, "rows"]) -> DecodeState:
 
 def score(model: Seq2Seq, sources: Int[np.ndarray, "b m"], targets: list[list[int]], *, end: int) -> list[float]:
     """The log-probability of given translations, their ends counted, by one pass over each: for rescoring."""
-    width = max(map(len, targets)) + 1
-    rows = np.full((len(targets), width + 1), PADDING, np.int32)
-    for row, target in zip(rows, targets):
-        row[: len(target) + 2] = [end, *target, end]
+    rows = pad_rows([[end, *target, end] for target in targets], len(targets), max(map(len, targets)) + 2)
     graph, arrays = nnx.split(model)
-    return np.asarray(_score(graph, arrays, np.asarray(sources, np.int32), rows)).tolist()
+    return np.asarray(_score(graph, arrays, Batch(rows, np.asarray(sources, np.int32)))).tolist()
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _score(graph, arrays, sources: Array, rows: Array) -> Float[Array, "b"]:
-    model: Seq2Seq = nnx.merge(graph, arrays)
-    source = model.remember(jnp.maximum(sources, 0), sources != PADDING)
-    losses = model.losses(jnp.maximum(rows[:, :-1], 0), jnp.maximum(rows[:, 1:], 0), source=source)
-    return -jnp.where(rows[:, 1:] != PADDING, losses, 0).sum(1)
+def _score(graph, arrays, batch: Batch) -> Float[Array, "b"]:
+    return -token_losses(nnx.merge(graph, arrays), batch)[0].sum(1)

@@ -14,7 +14,7 @@ from t2r.attention.module import State
 from t2r.decode.sampling import Sampling, choose
 from t2r.environment import available_memory
 from t2r.errors import InputError
-from t2r.model.loss import PADDING
+from t2r.model.loss import remember
 from t2r.model.transformer import DecodeState, LanguageModel, Seq2Seq, check_length, grow
 
 PREFILL_CHUNK = 256
@@ -56,7 +56,7 @@ def start_translation(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _remember(graph, arrays, sources: Array) -> tuple[State, ...]:
-    return nnx.merge(graph, arrays).remember(jnp.maximum(sources, 0), sources != PADDING)
+    return remember(nnx.merge(graph, arrays), sources)
 
 
 def read(

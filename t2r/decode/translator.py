@@ -11,7 +11,7 @@ from t2r.decode.beam import Beam, default_limit
 from t2r.decode.generate import go_on, start_translation
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError
-from t2r.model.loss import PADDING
+from t2r.model.loss import PADDING, pad_rows
 
 
 class Translation(NamedTuple):
@@ -80,10 +80,7 @@ def fit(
 def pad(rows: list[list[int]], count: int) -> np.ndarray:
     """`count` rows as wide as a power of two, at least 16, so that few programs are compiled."""
     width = max(16, 1 << (max(map(len, rows)) - 1).bit_length())
-    padded = np.full((count, width), PADDING, np.int32)
-    for row, ids in zip(padded, rows):
-        row[: len(ids)] = ids
-    return padded
+    return pad_rows(rows, count, width)
 
 
 def _translate(model, tokenizer, rows: np.ndarray, options: Options, first: int) -> list[list[Translation]]:

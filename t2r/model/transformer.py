@@ -154,7 +154,7 @@ def run_layers(
 ) -> Float[Array, "b n width"]:
     """All layers on whole sequences. With `scan_layers`, layers that are built alike are one loop, compiled once."""
     recompute = jax.checkpoint if config.remat else lambda function: function
-    split = [nnx.split(block) for block in blocks]
+    split = [nnx.split(block) for block in blocks] if config.scan_layers else []
     period = _period([graph for graph, _ in split]) if config.scan_layers else len(blocks)
     if period == len(blocks):
         for layer, block in enumerate(blocks):

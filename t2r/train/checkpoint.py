@@ -43,8 +43,7 @@ class Checkpoints:
 
         Newer ones that cannot are put aside, so that the run can write them anew. If none can, nothing is touched.
         """
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore())
+        args = ocp.args.Composite(state=_restored_like(like), data=ocp.args.JsonRestore())
         damaged = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
@@ -71,10 +70,9 @@ class Checkpoints:
     def average(self, count: int, like: TrainState) -> tuple[Arrays, list[int]]:
         """The mean of the trained parameters of the last `count` checkpoints, and their steps."""
         steps = sorted(self._manager.all_steps())[-count:]
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
+        args = ocp.args.Composite(state=_restored_like(like))
         total = None
         for step in steps:
-            args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
             part = self._manager.restore(step, args=args).state["trained"]
             total = part if total is None else jax.tree.map(jnp.add, total, part)
         return jax.tree.map(lambda x: x / len(steps), total), steps
@@ -87,3 +85,7 @@ class Checkpoints:
         """The last thing to do, once all is written."""
         self.wait()
         self._manager.close()
+
+
+def _restored_like(state: TrainState) -> ocp.args.StandardRestore:
+    return ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state._asdict()))
