@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     try:
         parse_flags(command, arguments)
         result = command.main()
-        finish(result, command.report_stream() if hasattr(command, "report_stream") else sys.stdout)
+        finish(result, command.report_stream() if hasattr(command, "report_stream") else None)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,12 +1,22 @@
 """What commands print: progress while they work, a table for people, one line of JSON for programs."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable
 from typing import Any, TextIO
 
 from tqdm import tqdm
+
+_silent = False
+
+
+def silence() -> None:
+    """Nothing of this process is shown any more but errors: another one prints for both."""
+    global _silent
+    _silent = True
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
 
 class Progress:
@@ -17,8 +27,8 @@ class Progress:
     def __init__(self, name: str, total: int, done: int = 0, *, quiet: bool = False):
         self._name, self._total, self._done, self._first = name, total, done, done
         self._start = self._last_line = time.monotonic()
-        self._quiet = quiet
-        terminal = sys.stderr.isatty() and not quiet
+        self._quiet = quiet or _silent
+        terminal = sys.stderr.isatty() and not self._quiet
         self._bar = tqdm(total=total, initial=done, desc=name, dynamic_ncols=True) if terminal else None
 
     def advance(self, count: int = 1, **shown: Any) -> None:
@@ -42,7 +52,7 @@ class Progress:
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)
         else:
-            print(line, file=sys.stderr, flush=True)
+            say(line)
 
     def __enter__(self) -> "Progress":
         return self
@@ -54,7 +64,8 @@ class Progress:
 
 def say(line: str) -> None:
     """A line about what goes on, for people."""
-    print(line, file=sys.stderr, flush=True)
+    if not _silent:
+        print(line, file=sys.stderr, flush=True)
 
 
 def table(headers: list[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -80,6 +91,6 @@ def short(value: Any) -> str:
     return f"{value:.3g}"
 
 
-def finish(result: dict[str, Any], stream: TextIO = sys.stdout) -> None:
+def finish(result: dict[str, Any], stream: TextIO | None = None) -> None:
     """The last line of every command."""
-    print(json.dumps(result), file=stream, flush=True)
+    print(json.dumps(result), file=stream or sys.stdout, flush=True)

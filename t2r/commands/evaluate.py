@@ -53,7 +53,7 @@ def main() -> dict[str, Any]:
 
 def evaluate_text(content, split: str) -> dict[str, Any]:
     """Perplexities of a text."""
-    from t2r.data.batches import tokenize
+    from t2r.data.prepared import tokenize
     from t2r.data.sources import load_documents
     from t2r.evaluate.perplexity import bits_per_byte, per_word, perplexity
 

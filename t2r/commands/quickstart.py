@@ -30,7 +30,7 @@ def main() -> dict[str, Any]:
     from t2r.convert import model_dir
     from t2r.convert.merge import merge
     from t2r.convert.swap import swap
-    from t2r.data.batches import tokenize
+    from t2r.data.prepared import tokenize
     from t2r.data.sources import load_documents
     from t2r.evaluate.perplexity import perplexity
     from t2r.train.config import load_config

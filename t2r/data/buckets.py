@@ -7,6 +7,7 @@ from typing import NamedTuple
 import grain
 import numpy as np
 
+from t2r.data.batches import Part
 from t2r.errors import InputError
 from t2r.model.loss import Batch, pad_rows
 
@@ -14,13 +15,31 @@ from t2r.model.loss import Batch, pad_rows
 class Encoded(NamedTuple):
     """A pair as token ids: the source with its end, the target between ends."""
 
-    source: list[int]
-    target: list[int]
+    source: Sequence[int]
+    target: Sequence[int]
 
-    @property
-    def length(self) -> int:
-        """Tokens of the longer side; the target's first is only what decoding starts from."""
-        return max(len(self.source), len(self.target) - 1)
+
+class EncodedPairs:
+    """Many of them, in one array of ids: sources and targets in turn, and where each ends. Both may lie on disk."""
+
+    def __init__(self, ids: np.ndarray, ends: np.ndarray):
+        self._ids, self._ends = ids, ends
+        sizes = np.diff(ends, prepend=0).reshape(-1, 2)
+        self.tokens = sizes - [0, 1]  # of source and target; the target's first is only what decoding starts from
+        self.lengths = self.tokens.max(1)  # of the longer side
+
+    @classmethod
+    def of(cls, pairs: Sequence[Encoded]) -> "EncodedPairs":
+        sides = [side for pair in pairs for side in pair]
+        return cls(np.array([i for side in sides for i in side], np.int32), np.cumsum([len(side) for side in sides]))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Encoded:
+        begin = self._ends[2 * index - 1] if index else 0
+        middle, end = self._ends[2 * index : 2 * index + 2]
+        return Encoded(self._ids[begin:middle], self._ids[middle:end])
 
 
 def choose_bounds(lengths: Sequence[int], count: int) -> list[int]:
@@ -44,25 +63,33 @@ def choose_bounds(lengths: Sequence[int], count: int) -> list[int]:
     return [int(sizes[last]), *bounds[::-1]]
 
 
-def stack(pairs: Sequence[Encoded], rows: int, width: int) -> Batch:
-    """`rows` rows of `width` tokens; missing pairs are rows of padding."""
-    sources, targets = [pair.source for pair in pairs], [pair.target for pair in pairs]
-    return Batch(pad_rows(targets, rows, width + 1), pad_rows(sources, rows, width))
-
-
 class Buckets:
-    """Pairs in batches of about `tokens` padded tokens a side, each of pairs of like length; all pairs each epoch."""
+    """Pairs in batches of about `tokens` padded tokens a side, each of pairs of like length; all pairs each epoch.
 
-    def __init__(self, pairs: Sequence[Encoded], *, tokens: int, count: int = 8, multiple: int = 1, seed: int = 0):
-        if not pairs:
-            raise InputError("no pairs to make batches of")
+    Pairs of more than `longest` tokens are left out.
+    """
+
+    def __init__(
+        self,
+        pairs: EncodedPairs,
+        *,
+        tokens: int,
+        longest: int | None = None,
+        count: int = 8,
+        multiple: int = 1,
+        seed: int = 0,
+    ):
         self._pairs, self._seed = pairs, seed
-        lengths = np.array([pair.length for pair in pairs])
-        self.bounds = choose_bounds(lengths, count)
+        kept = np.flatnonzero(pairs.lengths <= (longest or np.inf))
+        if not len(kept):
+            raise InputError(f"data.length={longest}: of {len(pairs):,} pairs none is that short")
+        self.left_out = len(pairs) - len(kept)
+        self.tokens = pairs.tokens[kept].sum(0)  # of sources and targets
+        self.bounds = choose_bounds(pairs.lengths[kept], count)
         # Rows divide among `multiple` devices.
         self.rows = [max(tokens // bound // multiple, 1) * multiple for bound in self.bounds]
-        of = np.searchsorted(self.bounds, lengths)
-        self._members = [np.flatnonzero(of == bucket) for bucket in range(len(self.bounds))]
+        of = np.searchsorted(self.bounds, pairs.lengths[kept])
+        self._members = [kept[of == bucket] for bucket in range(len(self.bounds))]
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -72,7 +99,7 @@ class Buckets:
     def padding(self) -> float:
         """The share of all places in an epoch's batches, both sides, that hold no token."""
         places = sum(-(-len(m) // rows) * rows * 2 * b for m, rows, b in zip(self._members, self.rows, self.bounds))
-        return 1 - sum(len(pair.source) + len(pair.target) - 1 for pair in self._pairs) / places
+        return 1 - self.tokens.sum() / places
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - lives as long as the run
     def epoch(self, number: int) -> list[tuple[int, np.ndarray]]:
@@ -84,11 +111,17 @@ class Buckets:
             batches += [(bucket, order[first : first + rows]) for first in range(0, len(order), rows)]
         return [batches[i] for i in chance.permutation(len(batches))]
 
-    def batch(self, index: int) -> Batch:
-        """Batch `index`, counted over all epochs."""
+    def batch(self, index: int) -> Part:
+        """Batch `index`, counted over all epochs; missing pairs of a last one are rows of padding."""
         epoch, place = divmod(index, len(self))
         bucket, chosen = self.epoch(epoch)[place]
-        return stack([self._pairs[i] for i in chosen], self.rows[bucket], self.bounds[bucket])
+        rows = np.pad(chosen, (0, self.rows[bucket] - len(chosen)), constant_values=-1)
+        return Part(rows, functools.partial(self._read, self.bounds[bucket]))
+
+    def _read(self, width: int, rows: np.ndarray) -> Batch:
+        pairs = [Encoded([], []) if number < 0 else self._pairs[number] for number in rows]
+        sources, targets = zip(*pairs)
+        return Batch(pad_rows(targets, len(rows), width + 1), pad_rows(sources, len(rows), width))
 
     def training_batches(self, parts: int) -> grain.DatasetIterator:
         """An endless iterator of lists of `parts` batches; its get_state and set_state make it resumable."""

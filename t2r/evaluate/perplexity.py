@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from t2r.console import Progress
 from t2r.data.buckets import Buckets
 from t2r.errors import InputError
+from t2r.model.layout import constrain
 from t2r.model.loss import Batch, total_loss
 from t2r.model.transformer import LanguageModel, check_length
 
@@ -81,20 +82,23 @@ def cut(stream: np.ndarray, starts: range, window: int, batch: int) -> Int[np.nd
 @functools.partial(jax.jit, static_argnums=0)
 def _losses(graph: nnx.GraphDef, state: nnx.State, rows: Int[Array, "b n"]) -> Float[Array, "b m"]:
     # Padding stands at the end, where causal attention shows it to nothing that is counted.
-    return nnx.merge(graph, state).losses(rows[:, :-1], rows[:, 1:]).astype(jnp.float32)
+    rows = constrain(rows, ("batch", None))
+    losses = nnx.merge(graph, state).losses(rows[:, :-1], rows[:, 1:]).astype(jnp.float32)
+    return constrain(losses, (None, None))  # every process sees all
 
 
 def pair_perplexity(model: LanguageModel, pairs: Buckets) -> float:
     """Perplexity of the targets' tokens, given their sources."""
     graph, state = nnx.split(model)
-    sums = [_total(graph, state, pairs.batch(index)) for index in range(len(pairs))]
+    sums = [_total(graph, state, pairs.batch(index).whole()) for index in range(len(pairs))]
     loss, tokens = (sum(float(x) for x in column) for column in zip(*sums))
     return _exp(loss / tokens)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _total(graph: nnx.GraphDef, state: nnx.State, batch: Batch) -> tuple[Array, Array]:
-    return total_loss(nnx.merge(graph, state), batch)
+    batch = jax.tree.map(lambda rows: constrain(rows, ("batch", None)), batch)
+    return jax.tree.map(lambda sums: constrain(sums, ()), total_loss(nnx.merge(graph, state), batch))
 
 
 def per_word(scores: Scores, text: str) -> float:

@@ -1,7 +1,10 @@
 """Checkpoints of a run: training state, data iterator, random state. The only file that knows orbax."""
 
 import logging
+import shutil
+import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,24 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from t2r import processes
 from t2r.console import say
 from t2r.errors import raise_all
 from t2r.model.parameters import Arrays
 from t2r.train.step import TrainState
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports every phase of every save
+logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # and each of many arrays that a full disk refuses
+
+
+def _report_once(failure: threading.ExceptHookArgs) -> None:
+    """What fails in a thread of orbax is raised again where its result is awaited: its traceback says nothing more."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(failure.exc_traceback))
+    if not any(name.startswith("orbax.") for name in modules):
+        threading.__excepthook__(failure)
+
+
+threading.excepthook = _report_once
 
 
 class Checkpoints:
@@ -32,6 +47,16 @@ class Checkpoints:
         """The newest step there is."""
         return self._manager.latest_step()
 
+    @property
+    def steps(self) -> list[int]:
+        """The steps that have a whole checkpoint."""
+        return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
+
+    def drop_unfinished(self) -> None:
+        """Removes what is left of a checkpoint that could not be written."""
+        for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(path, ignore_errors=True)
+
     def save(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
         """Writes a checkpoint, unless this step has one."""
         if step != self.latest:
@@ -47,11 +72,14 @@ class Checkpoints:
         damaged = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
-                restored = self._manager.restore(step, args=args)
+                restored, reason = self._manager.restore(step, args=args), ""
             except Exception as error:  # orbax raises many kinds
-                damaged[step] = next(iter(str(error).splitlines()), type(error).__name__)[:200]
+                reason = next(iter(str(error).splitlines()), type(error).__name__)[:200]
+            if not processes.all_agree(not reason):
+                damaged[step] = reason or "another process cannot read its part"
                 continue
-            self._put_aside(damaged)
+            processes.first_does(lambda: self._put_aside(damaged))
+            self._manager.reload()
             return TrainState(**restored.state), restored.data
         raise_all(
             f"no checkpoint in {self.folder} can be read (to start over, move the folder away):",
@@ -64,8 +92,6 @@ class Checkpoints:
             aside.parent.mkdir(exist_ok=True)
             (self.folder / str(step)).rename(aside)
             say(f"warning: the checkpoint of step {step} is damaged ({reason}); put aside as {aside}")
-        if damaged:
-            self._manager.reload()
 
     def average(self, count: int, like: TrainState) -> tuple[Arrays, list[int]]:
         """The mean of the trained parameters of the last `count` checkpoints, and their steps."""

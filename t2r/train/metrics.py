@@ -6,11 +6,19 @@ from pathlib import Path
 
 from tensorboardX import SummaryWriter
 
+from t2r import processes
+
 
 class Metrics:
-    """Appends to a run's metrics. A continued run first drops what was logged after its checkpoint."""
+    """Appends to a run's metrics. A continued run first drops what was logged after its checkpoint.
+
+    Of several processes, the first writes.
+    """
 
     def __init__(self, workdir: Path, start: int):
+        self._writes = processes.is_first()
+        if not self._writes:
+            return
         path = workdir / "metrics.jsonl"
         kept = [line for line in read_metrics(path) if line["step"] <= start]
         unfinished = path.with_suffix(".unfinished")
@@ -21,12 +29,16 @@ class Metrics:
 
     def write(self, step: int, **values: float) -> None:
         """One line, on disk when this returns."""
+        if not self._writes:
+            return
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
+        if not self._writes:
+            return
         self._file.close()
         self._board.close()
 

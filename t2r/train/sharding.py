@@ -1,13 +1,17 @@
-"""The device mesh of a run."""
+"""The device mesh of a run, and how values get onto it. Its devices may belong to several processes."""
 
 import math
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from t2r.data.batches import Part
 from t2r.errors import InputError
 from t2r.model.layout import AXES, RULES
+from t2r.model.loss import Batch
 
 
 def make_mesh(axes: ConfigDict) -> Mesh:
@@ -39,3 +43,34 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def batch_ways(mesh: Mesh) -> int:
     """Among how many devices the sequences of a batch are divided."""
     return math.prod(mesh.shape[axis] for axis in RULES["batch"])
+
+
+def place(tree: Any, layout: Any) -> Any:
+    """A tree of arrays that every process has, laid out on the mesh."""
+
+    def one(array: Any, sharding: NamedSharding) -> jax.Array:
+        if sharding.is_fully_addressable:
+            return jax.device_put(array, sharding)
+        host = np.asarray(array)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(one, tree, layout)
+
+
+def read_part(part: Part, mesh: Mesh) -> Batch:
+    """A batch on the mesh, of which each process has read the rows of its own devices."""
+    sharding, pieces = batch_sharding(mesh), {}
+
+    def piece(index: tuple[slice, ...]) -> Batch:  # devices that share rows share what was read
+        if (found := index[0].indices(len(part.rows))) not in pieces:
+            pieces[found] = part.read(part.rows[index[0]])
+        return pieces[found]
+
+    def field(name: str) -> jax.Array | None:
+        if getattr(like, name) is None:
+            return None
+        shape = (len(part.rows), *getattr(like, name).shape[1:])
+        return jax.make_array_from_callback(shape, sharding, lambda index: getattr(piece(index), name))
+
+    like = part.read(part.rows[:1])
+    return Batch(*map(field, Batch._fields))

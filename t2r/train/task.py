@@ -7,10 +7,10 @@ import grain
 import numpy as np
 from ml_collections import ConfigDict
 
-from t2r.data.batches import prepare_pair, prepare_tokenizer, tokenize, training_batches
-from t2r.data.buckets import Buckets, Encoded
-from t2r.data.pairs import Pair, is_pairs, load_pairs
-from t2r.data.sources import load_documents
+from t2r.data.batches import training_batches
+from t2r.data.buckets import Buckets
+from t2r.data.pairs import is_pairs
+from t2r.data.prepared import prepare_pairs, prepare_tokenizer, prepare_tokenizers, prepare_tokens
 from t2r.data.tokenizer import Tokenizer, TokenizerPair
 from t2r.errors import InputError
 from t2r.evaluate.perplexity import pair_perplexity, perplexity
@@ -29,7 +29,7 @@ class Task(Protocol):
 class LanguageModelling:
     """Predict each token of a text from those before it."""
 
-    def __init__(self, config: ConfigDict, model: LanguageModel, tokenizer: Tokenizer, devices: int):
+    def __init__(self, config: ConfigDict, workdir: Path, model: LanguageModel, tokenizer: Tokenizer, devices: int):
         check_length(model.config, config.data.length)
         if (config.data.batch // config.accumulate) % devices:
             raise InputError(
@@ -38,8 +38,8 @@ class LanguageModelling:
             )
         train, valid = _splits(config)
         self._config = config
-        self._tokens = tokenize(tokenizer, load_documents(*train))
-        self._valid = np.append(tokenizer.end, tokenize(tokenizer, load_documents(*valid)))
+        self._tokens = prepare_tokens(workdir, *train, tokenizer)
+        self._valid = np.append(tokenizer.end, prepare_tokens(workdir, *valid, tokenizer))
         self.summary = f"{len(self._tokens):,} tokens, {config.data.batch * config.data.length:,} a step"
 
     def batches(self) -> grain.DatasetIterator:
@@ -55,23 +55,20 @@ class LanguageModelling:
 class Translation:
     """Predict each token of a target from its source and the target's tokens before it."""
 
-    def __init__(self, config: ConfigDict, model: LanguageModel, tokenizer: TokenizerPair, devices: int):
+    def __init__(self, config: ConfigDict, workdir: Path, model: LanguageModel, tokenizer: TokenizerPair, devices: int):
         data = config.data
         check_length(model.config, data.length)
-        train, valid = (load_pairs(*split) for split in _splits(config))
-        encoded = encode_pairs(tokenizer, train)
-        kept = [pair for pair in encoded if pair.length <= data.length]
-        if not kept:
-            raise InputError(f"config.data.length={data.length}: all {len(encoded):,} training pairs are longer")
-        options = dict(count=data.buckets, multiple=devices, seed=config.seed)
+        train, valid = (prepare_pairs(workdir, *split, tokenizer) for split in _splits(config))
+        options = dict(count=data.buckets, multiple=devices, longest=data.length)
         self._parts = config.accumulate
-        self._buckets = Buckets(kept, tokens=data.batch_tokens // config.accumulate, **options)
-        self._valid = Buckets([p for p in encode_pairs(tokenizer, valid) if p.length <= data.length], tokens=4096)
+        tokens = data.batch_tokens // config.accumulate
+        self._buckets = buckets = Buckets(train, tokens=tokens, seed=config.seed, **options)
+        self._valid = Buckets(valid, tokens=4096, **options)
         self.summary = (
-            f"{len(kept):,} pairs ({len(encoded) - len(kept):,} longer than data.length={data.length} left out), "
-            f"{sum(len(pair.target) - 1 for pair in kept):,} target tokens, in batches of {len(self._buckets.bounds)} "
-            f"lengths up to {self._buckets.bounds[-1]}, {self._buckets.padding:.1%} of which is padding; "
-            f"{len(self._buckets) / config.accumulate:,.1f} steps an epoch"
+            f"{len(train) - buckets.left_out:,} pairs ({buckets.left_out:,} longer than data.length={data.length} left "
+            f"out), {buckets.tokens[1]:,} target tokens, in batches of {len(buckets.bounds)} lengths up to "
+            f"{buckets.bounds[-1]}, {buckets.padding:.1%} of which is padding; "
+            f"{len(buckets) / config.accumulate:,.1f} steps an epoch"
         )
 
     def batches(self) -> grain.DatasetIterator:
@@ -81,13 +78,8 @@ class Translation:
         return pair_perplexity(model, self._valid)
 
 
-def encode_pairs(tokenizer: TokenizerPair, pairs: list[Pair]) -> list[Encoded]:
-    """Pairs as token ids."""
-    return [Encoded(tokenizer.encode_source(source), tokenizer.encode_target(target)) for source, target in pairs]
-
-
 def make_task(
-    config: ConfigDict, model: LanguageModel, tokenizer: Tokenizer | TokenizerPair, devices: int
+    config: ConfigDict, workdir: Path, model: LanguageModel, tokenizer: Tokenizer | TokenizerPair, devices: int
 ) -> LanguageModelling | Translation:
     """The task that data and model agree on."""
     pairs, translates = is_pairs(config.data.source), bool(model.config.encoder_layers)
@@ -97,7 +89,7 @@ def make_task(
             f"config.data.source={config.data.source!r} is {kinds[0][pairs]}, but the model is {kinds[1][translates]}: "
             f"it needs {kinds[0][translates]}"
         )
-    return (Translation if pairs else LanguageModelling)(config, model, tokenizer, devices)
+    return (Translation if pairs else LanguageModelling)(config, workdir, model, tokenizer, devices)
 
 
 def learn_tokenizer(config: ConfigDict, workdir: Path) -> Tokenizer | TokenizerPair:
@@ -107,7 +99,7 @@ def learn_tokenizer(config: ConfigDict, workdir: Path) -> Tokenizer | TokenizerP
     if not is_pairs(source):
         return prepare_tokenizer(workdir, source, split, data.tokenizer, data.vocab_size)
     sizes = data.vocab_size, data.source_vocab_size
-    return prepare_pair(workdir, source, split, data.tokenizer, *sizes, data.joint_tokenizer)
+    return prepare_tokenizers(workdir, source, split, data.tokenizer, *sizes, data.joint_tokenizer)
 
 
 def _splits(config: ConfigDict) -> tuple[tuple[str, str], tuple[str, str]]:

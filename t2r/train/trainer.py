@@ -1,9 +1,11 @@
 """A run, top to bottom: data, model, restore, steps, model directory."""
 
 import contextlib
+import errno
 import json
 import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -18,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from t2r import environment
+from t2r import environment, processes
 from t2r.console import Progress, say
 from t2r.convert import model_dir
 from t2r.convert.swap import swap
@@ -32,7 +34,7 @@ from t2r.train.checkpoint import Checkpoints
 from t2r.train.config import MAY_CHANGE, check
 from t2r.train.metrics import Metrics, read_metrics
 from t2r.train.optimizer import make_optimizer, make_schedule
-from t2r.train.sharding import batch_ways, make_mesh
+from t2r.train.sharding import batch_ways, make_mesh, place, read_part
 from t2r.train.step import TrainState, init_state, make_step
 from t2r.train.task import Task, learn_tokenizer, make_task
 
@@ -44,18 +46,24 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     checkpoints = Checkpoints(workdir / "checkpoints", keep)
     if checkpoints.latest is not None:
         check_same_run(config, workdir)
+    with full_disk_explained(workdir, checkpoints):
+        return run(config, workdir, checkpoints)
+
+
+def run(config: ConfigDict, workdir: Path, checkpoints: Checkpoints) -> dict[str, Any]:
+    """The run itself."""
     start_time = time.time()
     model, tokenizer, history = build(config, workdir)
     mesh = make_mesh(config.mesh)
-    task = make_task(config, model, tokenizer, batch_ways(mesh))
+    task = make_task(config, workdir, model, tokenizer, batch_ways(mesh))
     batches = task.batches()
     optimizer = make_optimizer(config.optimizer, config.steps)
     trained = trainable_names(model, config.trainable)
     state = init_state(arrays_of(model), trained, optimizer, config.seed)
-    state = jax.device_put(state, shardings(state, mesh))
+    state = place(state, shardings(state, mesh))
 
     # Nothing can be wrong with the config any more.
-    write_config(config, workdir)
+    processes.first_does(lambda: write_config(config, workdir))
     if checkpoints.latest is not None:
         state, data = checkpoints.restore(state)
         batches.set_state(data)
@@ -71,8 +79,8 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     checkpoints.close()
 
     model = with_arrays(model, {**state.trained, **state.frozen})
-    score = task.validate(model)
-    record_score(workdir, config.steps, score)
+    score = validate(task, model, mesh)
+    processes.first_does(lambda: record_score(workdir, config.steps, score))
     entry = {
         "action": "train",
         "config": config.to_dict(),
@@ -82,8 +90,9 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
         "environment": environment.describe(),
     }
     output = workdir / "model"
-    content = model_dir.Model(model, tokenizer, {"history": [*history, entry]})
-    model_dir.save(output, content, replace=True, dtype=config.export_dtype)
+    whole = with_arrays(model, {name: processes.gather(array) for name, array in arrays_of(model).items()})
+    content = model_dir.Model(whole, tokenizer, {"history": [*history, entry]})
+    processes.first_does(lambda: model_dir.save(output, content, replace=True, dtype=config.export_dtype))
     return {"model": str(output), "steps": int(state.step), "valid_perplexity": score}
 
 
@@ -130,6 +139,12 @@ def vocabulary(tokenizer: Tokenizer | TokenizerPair) -> dict[str, Any]:
     return sizes if tokenizer.joint else {**sizes, "shared_embedding": False}
 
 
+def validate(task: Task, model: LanguageModel, mesh: Mesh) -> float:
+    """The model's perplexity, computed on all devices."""
+    with jax.set_mesh(mesh):
+        return task.validate(model)
+
+
 def record_score(workdir: Path, step: int, score: float) -> None:
     """The line of the finished run's validation, unless an earlier run of this command has written it."""
     lines = read_metrics(workdir / "metrics.jsonl")
@@ -160,10 +175,10 @@ def run_steps(
 
     with Progress("train", config.steps, first) as progress, termination() as asked_to_stop:
         for step in range(first + 1, config.steps + 1):
-            state, result = step_function(state, next(batches))
+            state, result = step_function(state, [read_part(part, mesh) for part in next(batches)])
             unchecked.append((step, result))
             last = step == config.steps
-            stopping = asked_to_stop()
+            stopping = asked_to_stop(step)
             saving = last or stopping or step % config.checkpoint_every == 0
             evaluating = config.eval_every and step % config.eval_every == 0 and not last
             if not (saving or evaluating or step % config.log_every == 0):
@@ -183,7 +198,7 @@ def run_steps(
             else:
                 progress.advance()
             if evaluating:
-                score = task.validate(with_arrays(model, {**state.trained, **state.frozen}))
+                score = validate(task, with_arrays(model, {**state.trained, **state.frozen}), mesh)
                 metrics.write(step, valid_perplexity=score)
                 progress.say(f"step {step}: validation perplexity {score:.2f}")
             if saving:
@@ -197,17 +212,39 @@ def run_steps(
 
 
 @contextlib.contextmanager
-def termination() -> Iterator[Callable[[], bool]]:
-    """Within it SIGTERM does not end the process; the function says whether one has come."""
+def termination() -> Iterator[Callable[[int], bool]]:
+    """Within it SIGTERM does not end the process; the function says whether one has come, at every step."""
+    if processes.several():  # jax.distributed catches it, and lets all stop after the same step
+        yield processes.told_to_stop
+        return
     came = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # elsewhere signals cannot be caught
-        yield came.is_set
+        yield lambda step: False
         return
     before = signal.signal(signal.SIGTERM, lambda *_: came.set())
     try:
-        yield came.is_set
+        yield lambda step: came.is_set()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def full_disk_explained(workdir: Path, checkpoints: Checkpoints) -> Iterator[None]:
+    """Turns what libraries raise when a disk is full into one error; what was being written makes room."""
+    try:
+        yield
+    except Exception as error:
+        found = f"{error}"
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not (full or "No space left" in found or ("RESOURCE_EXHAUSTED" in found and "writ" in found)):
+            raise
+        checkpoints.drop_unfinished()
+        steps = ", ".join(map(str, checkpoints.steps)) or "none yet"
+        raise InputError(
+            f"the disk of {workdir} is full ({shutil.disk_usage(workdir).free:,} bytes free): the run has stopped. "
+            f"Intact: the checkpoints of steps {steps}. Free some space, or lower config.keep_checkpoints; the same "
+            "command goes on from the last"
+        ) from error
 
 
 def check_finite(

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from t2r.data.batches import Blocks, prepare_tokenizer, training_batches
+from t2r.data.batches import Blocks, training_batches
+from t2r.data.prepared import prepare_tokenizer, prepare_tokens
 from t2r.errors import InputError
 
 
@@ -15,7 +16,7 @@ def test_blocks_are_contiguous_and_overlap_by_the_one_token_they_predict():
 
 def test_every_epoch_has_each_block_once_in_another_order():
     batches = training_batches(np.arange(81), length=10, batch=4, seed=1)
-    epochs = [np.concatenate([next(batches)[0].tokens[:, 0] for _ in range(2)]) for _ in range(3)]
+    epochs = [np.concatenate([next(batches)[0].whole().tokens[:, 0] for _ in range(2)]) for _ in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(0, 80, 10))
     assert epochs[0].tolist() != epochs[1].tolist()
@@ -31,8 +32,8 @@ def test_a_saved_iterator_goes_on_where_it_was(batch, parts):
     again = training_batches(np.arange(101), length=10, batch=batch, seed=2, parts=parts)
     again.set_state(state)
     for found, wanted in zip((next(again) for _ in range(9)), expected):
-        assert len(found) == parts and found[0].tokens.shape == (batch // parts, 11)
-        np.testing.assert_array_equal([part.tokens for part in found], [part.tokens for part in wanted])
+        assert len(found) == parts and found[0].whole().tokens.shape == (batch // parts, 11)
+        np.testing.assert_array_equal([part.rows for part in found], [part.rows for part in wanted])
 
 
 def test_too_little_text_is_refused():
@@ -46,3 +47,16 @@ def test_the_tokenizer_is_learned_once(tmp_path, text_file):
     second = prepare_tokenizer(tmp_path / "run", f"text:{text_file}", "train", "sentencepiece", 300)
     assert first.encode("The bright lamp") == second.encode("The bright lamp")
     assert prepare_tokenizer(tmp_path / "run", f"text:{text_file}", "train", "word", 0).kind == "word"
+
+
+def test_tokens_lie_on_disk_until_text_or_tokenizer_change(tmp_path, text_file, tokenizer):
+    spec = f"text:{text_file}"
+    first = prepare_tokens(tmp_path / "run", spec, "all", tokenizer)
+    assert isinstance(first, np.memmap) and first.tolist() == tokenizer.encode_document(text_file.read_text())
+    (folder,) = (tmp_path / "run").iterdir()
+    prepare_tokens(tmp_path / "run", spec, "all", tokenizer)
+    assert list((tmp_path / "run").iterdir()) == [folder]
+    text_file.write_text("another text\n")
+    assert prepare_tokens(tmp_path / "run", spec, "all", tokenizer).tolist() == tokenizer.encode_document(
+        "another text\n"
+    )

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t2r.data.batches import prepare_pair
-from t2r.data.buckets import Buckets, Encoded, choose_bounds
+from t2r.data.buckets import Buckets, Encoded, EncodedPairs, choose_bounds
 from t2r.data.pairs import is_pairs, load_pairs, split_of
+from t2r.data.prepared import prepare_tokenizers
 from t2r.data.tokenizer import load_pair
 from t2r.errors import InputError
 from t2r.model.loss import PADDING
@@ -81,10 +81,10 @@ def encoded(count, seed=0):
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_an_epoch_has_every_pair_once_in_batches_of_like_length(multiple):
     pairs = encoded(200)
-    buckets = Buckets(pairs, tokens=64, count=4, multiple=multiple, seed=3)
+    buckets = Buckets(EncodedPairs.of(pairs), tokens=64, count=4, multiple=multiple, seed=3)
     orders = []
     for epoch in range(2):
-        batches = [buckets.batch(epoch * len(buckets) + i) for i in range(len(buckets))]
+        batches = [buckets.batch(epoch * len(buckets) + i).whole() for i in range(len(buckets))]
         rows = [(s, t) for batch in batches for s, t in zip(batch.source, batch.tokens) if s[0] != PADDING]
         found = [(s[s != PADDING].tolist(), t[t != PADDING].tolist()) for s, t in rows]
         assert sorted(found) == sorted((list(p.source), list(p.target)) for p in pairs)
@@ -99,7 +99,7 @@ def test_an_epoch_has_every_pair_once_in_batches_of_like_length(multiple):
 
 
 def test_a_saved_iterator_of_pairs_goes_on_where_it_was():
-    make = lambda: Buckets(encoded(50), tokens=40, count=3, seed=1).training_batches(2)  # noqa: E731
+    make = lambda: Buckets(EncodedPairs.of(encoded(50)), tokens=40, count=3, seed=1).training_batches(2)  # noqa: E731
     batches = make()
     for _ in range(11):
         next(batches)
@@ -109,13 +109,13 @@ def test_a_saved_iterator_of_pairs_goes_on_where_it_was():
     again.set_state(state)
     for parts in expected:
         for found, wanted in zip(next(again), parts):
-            np.testing.assert_array_equal(found.source, wanted.source)
-            np.testing.assert_array_equal(found.tokens, wanted.tokens)
+            np.testing.assert_array_equal(found.whole().source, wanted.whole().source)
+            np.testing.assert_array_equal(found.whole().tokens, wanted.whole().tokens)
 
 
 @pytest.mark.parametrize("joint", [True, False])
 def test_tokenizers_of_pairs_survive_the_disk(joint, tmp_path):
-    pair = prepare_pair(tmp_path, NUMBERS, "valid", "sentencepiece", 340, 330, joint)
+    pair = prepare_tokenizers(tmp_path, NUMBERS, "valid", "sentencepiece", 340, 330, joint)
     assert pair.joint == joint
     assert (pair.target.vocab_size, pair.source.vocab_size) == (340, 340 if joint else 330)
     text = "zwölftausenddreihundert"

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,31 +16,7 @@ from t2r.__main__ import main
 from t2r.errors import InputError
 from t2r.train import trainer
 from t2r.train.config import load_config
-from t2r.train.metrics import read_metrics
-
-ROOT = Path(__file__).parents[2]
-
-CONFIG = """
-from t2r.train.config import architecture, default_config
-
-def get_config():
-    config = default_config()
-    config.steps = 24
-    config.model = architecture("micro_lm", dropout=0.1, adaptive_cutoffs=())
-    config.convert.feature_map = "rfa"  # redraws its features at every step: the random state matters
-    config.convert.features = 8
-    config.data.source = "text:{text}"
-    config.data.vocab_size = 300
-    config.data.length = 32
-    config.data.batch = 4
-    config.accumulate = 2
-    config.optimizer.warmup_steps = 4
-    config.log_every = 1
-    config.eval_every = 10
-    config.checkpoint_every = 3
-    return config
-"""
-
+from tests.train.runs import ROOT, command, environment, losses, train
 
 PAIRS = """
 from t2r.train.config import architecture, default_config
@@ -70,32 +45,6 @@ def pairs_config(tmp_path, data=""):
     path = tmp_path / "pairs.py"
     path.write_text(PAIRS.format(table=table, data=data))
     return path
-
-
-@pytest.fixture
-def config_file(tmp_path, text_file):
-    path = tmp_path / "config.py"
-    path.write_text(CONFIG.format(text=text_file))
-    return path
-
-
-def command(config_file, workdir, *more):
-    return [sys.executable, "-m", "t2r", "train", f"--config={config_file}", f"--workdir={workdir}", *more]
-
-
-def environment():
-    fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    return {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": fast}
-
-
-def train(config_file, workdir, *more):
-    return subprocess.run(
-        command(config_file, workdir, *more), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-
-
-def losses(workdir):
-    return {line["step"]: line["loss"] for line in read_metrics(workdir / "metrics.jsonl") if "loss" in line}
 
 
 def kill_when(process, condition):
@@ -188,7 +137,7 @@ def test_data_and_model_must_agree(tmp_path, text_file):
     name = str(pairs_config(tmp_path, "joint_tokenizer=False, source_vocab_size=310"))
     for field, value, message in [
         ("source", f"text:{text_file}", "is text, but the model is a translation model: it needs pairs"),
-        ("length", 2, "training pairs are longer"),
+        ("length", 2, "data.length=2: of 575 pairs none is that short"),
     ]:
         config = load_config(name)
         config.data[field] = value
@@ -313,3 +262,30 @@ def test_a_config_file_with_a_mistake_says_where(tmp_path, capsys):
     assert "config.py" in (printed := capsys.readouterr().err) and "stpes" in printed
     assert main(["train", f"--config={tmp_path}/none.py", f"--workdir={tmp_path}/run"]) == 2
     assert "no config file" in capsys.readouterr().err
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 2 MiB, in memory; only a superuser may have one."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_stops_the_run_and_loses_nothing(config_file, tmp_path, small_disk):
+    """With room again, it goes on to the losses of a run that had it all along."""
+    workdir, keep, steps = small_disk / "run", "--config.keep_checkpoints=100", "--config.steps=60"
+    stopped = train(config_file, workdir, keep, steps)
+    assert stopped.returncode == 2, stopped.stderr
+    assert f"error: the disk of {workdir} is full" in stopped.stderr
+    kept = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
+    assert kept and f"Intact: the checkpoints of steps {', '.join(map(str, kept))}." in stopped.stderr
+    subprocess.run(["mount", "-o", "remount,size=40m", small_disk], check=True)
+    final, whole = train(config_file, workdir, keep, steps), train(config_file, tmp_path / "whole", keep, steps)
+    assert final.returncode == whole.returncode == 0, final.stderr
+    assert f"continuing at step {kept[-1]} of 60" in final.stderr
+    assert losses(workdir) == losses(tmp_path / "whole")
