@@ -72,7 +72,7 @@ def get_config(row: str = "transformer"):
         config.accumulate = 3
         config.optimizer.update(learning_rate=1.0, min_learning_rate=1e-4, warmup_steps=16_000, period=270_000)
     else:
-        config.init_from = "runs/wikitext103/transformer/model"
+        config.init_from, config.init_preset = "runs/wikitext103/transformer/model", "paper_lm"
         paper = preset("paper_lm")
         rates = {name: getattr(paper, name) for name in RATES}
         config.model = pretrained(**rates, dtype="bfloat16", scan_layers=True)

@@ -65,7 +65,7 @@ def get_config(variant: str = "en_de/transformer"):
         config.steps = steps
         config.optimizer.learning_rate = 3e-4 if name == "t2r_scratch" else 5e-4
     else:
-        config.init_from = f"runs/wmt/{pair}/transformer/model"
+        config.init_from, config.init_preset = f"runs/wmt/{pair}/transformer/model", "paper_mt"
         config.model = pretrained(dropout=0.3, dtype="bfloat16")
         config.steps = finetuning_steps
         config.optimizer.learning_rate = 2e-4

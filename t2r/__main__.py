@@ -14,15 +14,17 @@ def main(arguments: list[str]) -> int:
     """Runs a command; bad input is one message and status 2, anything else that goes wrong keeps its traceback."""
     from t2r import commands
 
-    names = sorted(module.name for module in pkgutil.iter_modules(commands.__path__))
+    names = sorted(module.name.replace("_", " ") for module in pkgutil.iter_modules(commands.__path__))
+    if " ".join(arguments[:2]) in names:  # such as `benchmark compile`
+        arguments = [" ".join(arguments[:2]), *arguments[2:]]
     if not arguments or arguments[0] not in names:
         asked_for_help = bool(arguments) and arguments[0] in ("help", "--help", "-h")
         if arguments and not asked_for_help:
             print(f"unknown command {arguments[0]!r}", file=sys.stderr)
-        lines = (f"  {name:<11} {_summary(name)}" for name in names)
+        lines = (f"  {name:<18} {_summary(name)}" for name in names)
         print("usage: python -m t2r COMMAND ...  (COMMAND --help says more)\n\n" + "\n".join(lines))
         return 0 if asked_for_help else 2
-    command = importlib.import_module(f"t2r.commands.{arguments[0]}")
+    command = importlib.import_module(_module(arguments[0]))
     if {"--help", "-h", "-help"} & set(arguments):
         print(command.__doc__ + "\n" + flags.FLAGS.module_help(command))
         return 0
@@ -60,9 +62,13 @@ def parse_flags(command, arguments: list[str]) -> None:
         raise InputError(f"unexpected arguments {' '.join(rest)}: flags are written --name=value")
 
 
+def _module(name: str) -> str:
+    return "t2r.commands." + name.replace(" ", "_")
+
+
 def _summary(name: str) -> str:
     # Read, not imported: commands define the same flags, and only one may be loaded.
-    source = importlib.util.find_spec(f"t2r.commands.{name}").loader.get_source(f"t2r.commands.{name}")
+    source = importlib.util.find_spec(_module(name)).loader.get_source(_module(name))
     return ast.get_docstring(ast.parse(source)).splitlines()[0]
 
 

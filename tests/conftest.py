@@ -114,3 +114,13 @@ def text_file(tmp_path):
     path = tmp_path / "prose.txt"
     path.write_text(PROSE + "\n")
     return path
+
+
+@pytest.fixture
+def config_file(tmp_path, text_file):
+    """The config of a small run on it."""
+    from tests.train.runs import CONFIG
+
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG.format(text=text_file))
+    return path

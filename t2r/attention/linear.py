@@ -7,12 +7,14 @@ is padding: it then enters neither S nor z. Each form returns the output (b, n, 
 type, and the state after the last key, in float32.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
+from t2r.attention.causal import query_blocks
+from t2r.attention.dropout import dropout as drop
 from t2r.attention.feature_map import Features, Normalizer
 
 # Stands for −∞ where −∞ − (−∞) must not become NaN.
@@ -37,14 +39,14 @@ def update(state: LinearState, k: Features, v: Array, mask: Bool[Array, "b m"] |
     """Adds any number of keys and values to S and z."""
     k = _without_padding(k, mask)
     S, z, log_scale = state
-    values = k.values.astype(jnp.float32)
+    values = k.values
     if k.log_scale is not None:
         log_scale = jnp.maximum(state.log_scale, k.log_scale.max(1))
-        values = values * jnp.exp(k.log_scale - log_scale[:, None])[..., None]
+        values = values.astype(jnp.float32) * jnp.exp(k.log_scale - log_scale[:, None])[..., None]
         shrink = jnp.exp(state.log_scale - log_scale)
         S, z = S * shrink[..., None, None], z * shrink[..., None]
-    S = S + jnp.einsum("bmgk,bmgd->bgkd", values, v.astype(jnp.float32))
-    return LinearState(S, z + values.sum(1), log_scale)
+    S = S + jnp.einsum("bmgk,bmgd->bgkd", values, v, preferred_element_type=jnp.float32)
+    return LinearState(S, z + values.sum(1, dtype=jnp.float32), log_scale)
 
 
 def read(state: LinearState, q: Features, normalizer: Normalizer, dtype=None) -> Float[Array, "b n g r d"]:
@@ -64,20 +66,26 @@ def quadratic(
     state: LinearState | None = None,
     mask: Bool[Array, "b m"] | None = None,
     causal: bool = True,
+    offset: int = 0,
     dropout: float = 0.0,
     key: PRNGKeyArray | None = None,
 ) -> tuple[Float[Array, "b n g r d"], LinearState]:
-    """The definition: all pairs of query and key. Alone in having dropout, which falls on normalised weights."""
-    state = initial_state(k, v) if state is None else state
-    similarity, kept = _similarities(q, k, state, mask, causal)
-    older = q.values.astype(jnp.float32) * kept
-    below = jnp.einsum("bngrk,bgk->bgnr", older, state.z) + similarity.sum(-1)
+    """The definition: all pairs of query and key. Alone in having dropout, which falls on normalised weights.
+
+    The first query stands beside key number `offset`.
+    """
+    older, state = state, initial_state(k, v) if state is None else state
+    similarity, kept = _similarities(q, k, state, mask, causal, offset)
+    below = similarity.sum(-1)
+    if older is not None:
+        values = q.values.astype(jnp.float32) * kept
+        below += jnp.einsum("bngrk,bgk->bgnr", values, state.z)
     divisor = normalizer(below)[..., None]
-    weights = similarity / divisor
-    if dropout and key is not None:
-        weights *= jax.random.bernoulli(key, 1 - dropout, weights.shape) / (1 - dropout)
-    out = jnp.einsum("bgnrm,bmgd->bgnrd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    out += jnp.einsum("bngrk,bgkd->bgnrd", older, state.S) / divisor
+    similarity = drop(similarity, dropout, key)  # as on the normalised weights: each is dropped or kept whole
+    out = jnp.einsum("bgnrm,bmgd->bgnrd", similarity.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    if older is not None:
+        out += jnp.einsum("bngrk,bgkd->bgnrd", values, state.S)
+    out /= divisor
     return jnp.moveaxis(out, 1, 2).astype(v.dtype), update(state, k, v, mask)
 
 
@@ -99,7 +107,7 @@ def chunked(
     state: LinearState | None = None,
     mask: Bool[Array, "b m"] | None = None,
     causal: bool = True,
-    chunk: int = 64,
+    chunk: int = 128,
 ) -> tuple[Float[Array, "b n g r d"], LinearState]:
     """Quadratic within chunks, recurrent between them: linear in length, and still matrix products."""
     state = initial_state(k, v) if state is None else state
@@ -111,17 +119,40 @@ def chunked(
     count = -(-length // chunk)
     mask = jnp.ones((batch, length), bool) if mask is None else mask
 
-    def cut(x: Array) -> Array:  # (b, n, …) → (chunks, b, chunk, …), the end padded and so masked
+    def cut(x: Array) -> Array:  # (b, n, …) → (b, chunks, chunk, …), the end padded and so masked
         x = jnp.pad(x, [(0, 0), (0, count * chunk - length)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(batch, count, chunk, *x.shape[2:]), 1, 0)
+        return x.reshape(batch, count, chunk, *x.shape[2:])
+
+    chunks = jax.tree.map(cut, (q, k, v, mask))
+    form = _chunks_at_once if k.log_scale is None else _chunk_by_chunk
+    out, state = form(*chunks, normalizer, state)
+    return out.reshape(batch, count * chunk, *out.shape[3:])[:, :length], state
+
+
+def _chunks_at_once(q: Features, k: Features, v: Array, mask: Array, normalizer: Normalizer, state: LinearState):
+    """All chunks are one batch, once each knows the state before it: the sum of those that came earlier."""
+    batch, count = v.shape[:2]
+    flat = lambda tree: jax.tree.map(lambda x: x.reshape(batch * count, *x.shape[2:]), tree)  # noqa: E731
+    q, k, v, mask = flat((q, k, v, mask))
+    each = update(initial_state(k, v), k, v, mask)
+    after = jax.tree.map(
+        lambda first, x: first[:, None] + jnp.cumsum(x.reshape(batch, count, *x.shape[1:]), 1), state, each
+    )
+    before = jax.tree.map(lambda first, x: jnp.concatenate([first[:, None], x[:, :-1]], 1), state, after)
+    out, _ = quadratic(q, k, v, normalizer, state=flat(before), mask=mask)
+    return out.reshape(batch, count, *out.shape[1:]), jax.tree.map(lambda x: x[:, -1], after)
+
+
+def _chunk_by_chunk(q: Features, k: Features, v: Array, mask: Array, normalizer: Normalizer, state: LinearState):
+    """One after the other, for features on a scale that the largest key so far decides."""
 
     def one_chunk(state, inputs):
         q, k, v, mask = inputs
         out, state = quadratic(q, k, v, normalizer, state=state, mask=mask)
         return state, out
 
-    state, out = jax.lax.scan(one_chunk, state, jax.tree.map(cut, (q, k, v, mask)))
-    return jnp.moveaxis(out, 0, 1).reshape(batch, count * chunk, *out.shape[3:])[:, :length], state
+    state, out = jax.lax.scan(one_chunk, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, mask)))
+    return jnp.moveaxis(out, 0, 1), state
 
 
 def recurrent(
@@ -157,11 +188,26 @@ def causal_attention(
     """Causal attention in the form that suits the length. The one place that chooses."""
     length = v.shape[1]
     if dropout and key is not None:
-        return quadratic(q, k, v, normalizer, state=state, mask=mask, dropout=dropout, key=key)
+        return _in_blocks(q, k, v, normalizer, state, mask, dropout, key)
     if length == 1:
         return recurrent(q, k, v, normalizer, state=state, mask=mask)
     form = quadratic if length <= 128 else chunked
     return form(q, k, v, normalizer, state=state, mask=mask)
+
+
+def _in_blocks(q, k, v, normalizer, state, mask, dropout, key) -> tuple[Array, LinearState]:
+    """The quadratic form without most of the pairs that causality forbids."""
+
+    def cut(x: Any, first: int, last: int) -> Any:
+        return jax.tree.map(lambda array: array[:, first:last], x)
+
+    outs = []
+    for number, (first, last) in enumerate(query_blocks(v.shape[1])):
+        here, (keys, values, seen) = cut(q, first, last), cut((k, v, mask), 0, last)
+        chance = dict(dropout=dropout, key=jax.random.fold_in(key, number))
+        out, after = quadratic(here, keys, values, normalizer, state=state, mask=seen, offset=first, **chance)
+        outs.append(out)
+    return jnp.concatenate(outs, 1), after
 
 
 def initial_state(k: Features, v: Array) -> LinearState:
@@ -177,7 +223,9 @@ def _without_padding(k: Features, mask: Array | None) -> Features:
     return Features(values, None if k.log_scale is None else jnp.where(mask[..., None], k.log_scale, LOWEST))
 
 
-def _similarities(q: Features, k: Features, state: LinearState, mask, causal) -> tuple[Array, Array | float]:
+def _similarities(
+    q: Features, k: Features, state: LinearState, mask, causal: bool, offset: int = 0
+) -> tuple[Array, Array | float]:
     """φ(q)·φ(k) of all pairs (b, g, n, r, m), zero where not allowed, and the factor left to the older state.
 
     With a log_scale both are relative to the running maximum that the recurrent form would have at each query.
@@ -187,12 +235,14 @@ def _similarities(q: Features, k: Features, state: LinearState, mask, causal) ->
     similarity = jnp.einsum("bngrk,bmgk->bgnrm", q.values, k.values, preferred_element_type=jnp.float32)
     kept = 1.0
     if k.log_scale is not None:
-        last = jax.lax.cummax(k.log_scale, axis=1) if causal else k.log_scale.max(1, keepdims=True)
+        last = (
+            jax.lax.cummax(k.log_scale, axis=1)[:, offset : offset + n] if causal else k.log_scale.max(1, keepdims=True)
+        )
         running = jnp.maximum(last, state.log_scale[:, None])  # (b, n or 1, g)
         scale = k.log_scale.mT[:, :, None, :] - running.mT[..., None]  # (b, g, n or 1, m)
         similarity *= jnp.exp(jnp.minimum(scale, 0))[:, :, :, None]  # above 0 only where causality forbids
         kept = jnp.exp(state.log_scale[:, None] - running)[..., None, None]
     if causal:
-        allowed = jnp.arange(m) <= jnp.arange(n)[:, None]
+        allowed = jnp.arange(m) <= offset + jnp.arange(n)[:, None]
         similarity = jnp.where(allowed[:, None, :], similarity, 0)
     return similarity, kept

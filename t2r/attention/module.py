@@ -116,12 +116,12 @@ class SoftmaxAttention(_Projected):
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "b n width"], KVCache | None]:
         q, k, v = self.queries(x, positions), self.keys(x, positions), self.value(x)
+        scale, chance = self.shape.query_scale, dict(dropout=self.shape.dropout, key=key)
         if state is None:
-            k, v, allowed = softmax.heads_first(k), softmax.heads_first(v), softmax.causal_mask(x.shape[1], mask)
+            out = softmax.causal_attend(q, softmax.heads_first(k), softmax.heads_first(v), scale, mask=mask, **chance)
         else:
             state = softmax.append(state, k, v, mask)
-            k, v, allowed = state.k, state.v, softmax.cached_mask(state, x.shape[1])
-        out = softmax.attend(q, k, v, allowed, self.shape.query_scale, dropout=self.shape.dropout, key=key)
+            out = softmax.attend(q, state.k, state.v, softmax.cached_mask(state, x.shape[1]), scale, **chance)
         return self._finish(out), state
 
     def remember(self, source: Array, *, mask=None, positions=None, key: PRNGKeyArray | None = None) -> KVCache:

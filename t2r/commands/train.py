@@ -25,15 +25,9 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; made if i
 
 
 def check_arguments(arguments: list[str]) -> None:
-    """Loads the config and looks for its fields first, for errors that are easier to read than those of the flags."""
-    from t2r.errors import InputError
-    from t2r.train.config import check_overrides, load_config
+    from t2r.train.config import check_arguments
 
-    files = [argument.split("=", 1)[1] for argument in arguments if argument.startswith("--config=")]
-    if not files:
-        raise InputError("--config is missing: name a file, such as --config=configs/tiny_lm.py")
-    overridden = [argument.removeprefix("--config.") for argument in arguments if argument.startswith("--config.")]
-    check_overrides(load_config(files[-1]), [field.split("=", 1)[0] for field in overridden])
+    check_arguments(arguments)
 
 
 def main() -> dict[str, Any]:

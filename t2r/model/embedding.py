@@ -5,12 +5,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from t2r.attention.dropout import dropout
 from t2r.errors import InputError
 from t2r.model.config import ModelConfig
+from t2r.model.cross_entropy import cross_entropy
 from t2r.model.layout import constrain
-
-# Tokens whose logits over a whole vocabulary are held at once when a loss is computed.
-LOSS_CHUNK = 2048
 
 
 class PlainEmbedding(nnx.Module):
@@ -29,22 +28,23 @@ class PlainEmbedding(nnx.Module):
         # Rows are looked up in whole tables: from one divided by width they would have to be moved afterwards.
         return constrain(self.table[...], ("vocabulary", None))[tokens].astype(self.dtype)
 
+    def _output(self) -> Array:
+        return (self.table if self.tied else self.output)[...]
+
     def log_probs(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
         """Logarithms of the probabilities of all tokens, in float32."""
-        table = (self.table if self.tied else self.output)[...].astype(x.dtype)
+        table = self._output().astype(x.dtype)
         return jax.nn.log_softmax(jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32))
 
     def loss(
         self,
-        x: Float[Array, "t width"],
-        targets: Int[Array, "t"],
+        x: Float[Array, "b n width"],
+        targets: Int[Array, "b n"],
         key: PRNGKeyArray | None = None,
         smoothing: float = 0.0,
-    ) -> Array:
+    ) -> Float[Array, "b n"]:
         """Negative log-likelihood of each target, of which `smoothing` is spread evenly over the vocabulary."""
-        log_probs = self.log_probs(x)
-        loss = -jnp.take_along_axis(log_probs, targets[:, None], -1)[:, 0]
-        return (1 - smoothing) * loss - smoothing * log_probs.mean(-1) if smoothing else loss
+        return cross_entropy(x, constrain(self._output(), ("vocabulary", None)), targets, smoothing=smoothing)
 
 
 class AdaptiveEmbedding(nnx.Module):
@@ -78,67 +78,51 @@ class AdaptiveEmbedding(nnx.Module):
             x += jnp.where(inside[..., None], rows @ projection[...].astype(self.dtype), 0)
         return x
 
-    def _head(self, x: Array) -> Array:
-        weights = jnp.concatenate([self.tables[0][...], self.classes[...].T]).astype(x.dtype)
-        return jax.nn.log_softmax(jnp.einsum("...e,ve->...v", x, weights, preferred_element_type=jnp.float32))
+    def _head(self) -> Array:
+        """What scores the first band's tokens, and the classes of the others."""
+        return jnp.concatenate([self.tables[0][...], self.classes[...].T])
 
-    def _band(self, band: int, x: Array, key: PRNGKeyArray | None) -> Array:
-        hidden = x @ self.projections[band][...].T.astype(x.dtype)
-        hidden = dropout(hidden, self.dropout, key, band)
-        table = self.tables[band][...].astype(x.dtype)
-        return jax.nn.log_softmax(jnp.einsum("...e,ve->...v", hidden, table, preferred_element_type=jnp.float32))
+    def _hidden(self, band: int, x: Array, key: PRNGKeyArray | None) -> Array:
+        """What a further band's table is multiplied by."""
+        return dropout(x @ self.projections[band][...].T.astype(x.dtype), self.dropout, key, band)
 
     def log_probs(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
         """Logarithms of the probabilities of all tokens, in float32."""
-        head, first = self._head(x), self.bounds[1]
+
+        def log_softmax(x: Array, table: Array) -> Array:
+            logits = jnp.einsum("...e,ve->...v", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
+            return jax.nn.log_softmax(logits)
+
+        head, first = log_softmax(x, self._head()), self.bounds[1]
         bands = [head[..., :first]]
         for band in range(1, len(self.tables)):
-            bands.append(head[..., first + band - 1, None] + self._band(band, x, None))
+            within = log_softmax(self._hidden(band, x, None), self.tables[band][...])
+            bands.append(head[..., first + band - 1, None] + within)
         return jnp.concatenate(bands, -1)
 
     def loss(
         self,
-        x: Float[Array, "t width"],
-        targets: Int[Array, "t"],
+        x: Float[Array, "b n width"],
+        targets: Int[Array, "b n"],
         key: PRNGKeyArray | None = None,
         smoothing: float = 0.0,
-    ) -> Array:
-        """Negative log-likelihood of each target, without building the whole vocabulary's row."""
+    ) -> Float[Array, "b n"]:
+        """Negative log-likelihood of each target; a band is scored for its own tokens only."""
         if smoothing:
             raise InputError(f"label_smoothing={smoothing} needs the whole vocabulary: not with adaptive_cutoffs")
-        head, first = self._head(x), self.bounds[1]
+        first = self.bounds[1]
         band_of = jnp.searchsorted(jnp.array(self.bounds[1:-1]), targets, side="right")
-        entry = jnp.where(band_of == 0, targets, first + band_of - 1)
-        total = jnp.take_along_axis(head, entry[:, None], -1)[:, 0]
+        total = cross_entropy(x, self._head(), jnp.where(band_of == 0, targets, first + band_of - 1))
         for band in range(1, len(self.tables)):
-            inside = band_of == band
-            row = jnp.where(inside, targets - self.bounds[band], 0)
-            score = jnp.take_along_axis(self._band(band, x, key), row[:, None], -1)[:, 0]
-            total += jnp.where(inside, score, 0)
-        return -total
+            inside, table = band_of == band, constrain(self.tables[band][...], ("vocabulary", None))
+            place = jnp.where(inside, targets - self.bounds[band], 0)
+            total += cross_entropy(self._hidden(band, x, key), table, place, inside)
+        return total
 
 
 def make_embedding(config: ModelConfig, *, rngs: nnx.Rngs) -> PlainEmbedding | AdaptiveEmbedding:
     """The embedding a config asks for."""
     return (AdaptiveEmbedding if config.adaptive_cutoffs else PlainEmbedding)(config, rngs=rngs)
-
-
-def loss_in_chunks(
-    embedding, x: Float[Array, "b n width"], targets: Int[Array, "b n"], key=None, smoothing: float = 0.0
-) -> Array:
-    """`embedding.loss` of every position (b, n), with only LOSS_CHUNK rows of logits alive at a time."""
-    flat, wanted = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    count = -(-len(wanted) // LOSS_CHUNK)
-    if count == 1:
-        return embedding.loss(flat, wanted, key, smoothing).reshape(targets.shape)
-    extra = count * LOSS_CHUNK - len(wanted)
-    flat = jnp.pad(flat, ((0, extra), (0, 0))).reshape(count, LOSS_CHUNK, -1)
-    wanted = jnp.pad(wanted, (0, extra)).reshape(count, LOSS_CHUNK)
-    keys = None if key is None else jax.random.split(key, count)
-    # Recomputed in the backward pass: logits are large and cheap, activations are kept.
-    chunk_loss = jax.checkpoint(lambda inputs: embedding.loss(*inputs, smoothing))
-    losses = jax.lax.map(chunk_loss, (flat, wanted, keys))
-    return losses.reshape(-1)[: targets.size].reshape(targets.shape)
 
 
 def sinusoids(positions: Int[Array, "b n"], width: int) -> Float[Array, "b n width"]:
@@ -147,11 +131,3 @@ def sinusoids(positions: Int[Array, "b n"], width: int) -> Float[Array, "b n wid
     frequency = jnp.exp(-jnp.log(10_000.0) * jnp.arange(half) / max(half - 1, 1))
     angle = positions[..., None] * frequency
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1)
-
-
-def dropout(x: Array, rate: float, key: PRNGKeyArray | None, fold: int) -> Array:
-    """Zeroes entries at `rate` in training, which is when there is a key; `fold` tells places apart that share one."""
-    if not rate or key is None:
-        return x
-    keep = jax.random.bernoulli(jax.random.fold_in(key, fold), 1 - rate, x.shape)
-    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

@@ -10,11 +10,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from t2r.attention import softmax
+from t2r.attention.dropout import dropout
 from t2r.attention.module import Heads, LinearAttention, MergedLinearAttention, SoftmaxAttention, State
 from t2r.attention.softmax import KVCache
 from t2r.errors import InputError
 from t2r.model.config import AttentionSpec, ModelConfig
-from t2r.model.embedding import PlainEmbedding, dropout, loss_in_chunks, make_embedding, sinusoids
+from t2r.model.embedding import PlainEmbedding, make_embedding, sinusoids
 from t2r.model.layout import HIDDEN, KV_CACHE, LINEAR_STATE, constrain
 
 ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "swish": jax.nn.silu}
@@ -86,7 +87,7 @@ class Block(nnx.Module):
         self.feedforward = FeedForward(config, rngs=rngs)
         self.causal = causal
         self.norm_before = config.norm_placement == "before"
-        self.dropout, self.layer_dropout = config.dropout, config.layer_dropout
+        self.dropout = config.dropout
 
     def __call__(
         self,
@@ -98,7 +99,6 @@ class Block(nnx.Module):
         positions: Int[Array, "b n"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "b n width"], State | None]:
-        skipped = x
         attention_key, feedforward_key = (None, None) if key is None else jax.random.split(key)
 
         def attend(x: Array) -> tuple[Array, State | None]:
@@ -116,10 +116,6 @@ class Block(nnx.Module):
         if source is not None:
             x, _ = self._branch(x, self.cross_norm, attend_to_source, key, 4)
         x, _ = self._branch(x, self.feedforward_norm, lambda x: (self.feedforward(x, feedforward_key), None), key, 1)
-
-        if self.layer_dropout and key is not None:
-            keep = jax.random.bernoulli(jax.random.fold_in(key, 2), 1 - self.layer_dropout)
-            x = jnp.where(keep, x, skipped)
         return constrain(x, HIDDEN), state
 
     def _branch(
@@ -154,13 +150,20 @@ def run_layers(
 ) -> Float[Array, "b n width"]:
     """All layers on whole sequences. With `scan_layers`, layers that are built alike are one loop, compiled once."""
     recompute = jax.checkpoint if config.remat else lambda function: function
+
+    def run(block: Block, x: Array, source: State | None, key: PRNGKeyArray | None) -> Array:
+        layer = lambda x: block(x, source=source, key=key, **inputs)[0]  # noqa: E731
+        if not config.layer_dropout or key is None:
+            return layer(x)
+        keep = jax.random.bernoulli(jax.random.fold_in(key, 2), 1 - config.layer_dropout)
+        return jax.lax.cond(keep, layer, lambda x: x, x)  # a layer that is dropped is not computed
+
     split = [nnx.split(block) for block in blocks] if config.scan_layers else []
     period = _period([graph for graph, _ in split]) if config.scan_layers else len(blocks)
     if period == len(blocks):
         for layer, block in enumerate(blocks):
             source = None if sources is None else sources[layer]
-            run = functools.partial(block, source=source, key=_layer_key(key, layer), **inputs)
-            x = recompute(lambda x, run=run: run(x)[0])(x)
+            x = recompute(functools.partial(run, block, source=source, key=_layer_key(key, layer)))(x)
         return x
 
     @recompute
@@ -169,7 +172,7 @@ def run_layers(
         for place in range(period):
             block = nnx.merge(split[place][0], arrays[place])
             source = None if seen is None else seen[place]
-            x, _ = block(x, source=source, key=_layer_key(key, first + place), **inputs)
+            x = run(block, x, source, _layer_key(key, first + place))
         return x, None
 
     def stacked(values: Sequence[Any]) -> list[Any]:  # for each place in the period, its layers as one array
@@ -267,7 +270,7 @@ class LanguageModel(nnx.Module):
     ) -> Float[Array, "b n"]:
         """Negative log-likelihood of each target given the tokens up to its place, in float32."""
         hidden, _ = self(tokens, source=source, mask=mask, key=key)
-        return loss_in_chunks(self.embedding, hidden, targets, key, smoothing)
+        return self.embedding.loss(hidden, targets, key, smoothing)
 
     def init_state(self, batch: int, capacity: int, source: tuple[State, ...] | None = None) -> DecodeState:
         """The state before the first token; `capacity` tokens fit into the caches of softmax layers."""

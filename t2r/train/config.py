@@ -11,7 +11,10 @@ from t2r.errors import InputError, raise_all
 from t2r.model.config import PRESETS, RUNTIME_FIELDS, ModelConfig, preset
 
 # Fields that may change between a run and its continuation: they do not change what is computed.
-MAY_CHANGE = ("steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "average_checkpoints", "mesh")
+MAY_CHANGE = (
+    "steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "average_checkpoints", "mesh",
+    "init_preset",
+)  # fmt: skip
 
 
 def default_config() -> ConfigDict:
@@ -21,6 +24,7 @@ def default_config() -> ConfigDict:
             seed=0,
             steps=1000,
             init_from="",  # a model directory to start from; "": random initialisation
+            init_preset="",  # the preset that model was made from: enough to compile a run before there is one
             model=architecture("tiny_lm"),
             # φ to put in place of softmax; feature_map "": no conversion. features 0: the map's own size. In a
             # translation model: cross_features for cross attention (0: as features), and attention=all|causal|cross.
@@ -89,6 +93,15 @@ def load_config(name: str) -> ConfigDict:
     if not isinstance(config, ConfigDict):
         raise InputError(f"{path}: get_config() returned {config!r}: it must return the config")
     return config
+
+
+def check_arguments(arguments: list[str]) -> None:
+    """Loads the config and looks for its fields first, for errors that are easier to read than those of the flags."""
+    files = [argument.split("=", 1)[1] for argument in arguments if argument.startswith("--config=")]
+    if not files:
+        raise InputError("--config is missing: name a file, such as --config=configs/tiny_lm.py")
+    overridden = [argument.removeprefix("--config.") for argument in arguments if argument.startswith("--config.")]
+    check_overrides(load_config(files[-1]), [field.split("=", 1)[0] for field in overridden])
 
 
 def check_overrides(config: ConfigDict, names: list[str]) -> None:

@@ -1,6 +1,7 @@
 """The device mesh of a run, and how values get onto it. Its devices may belong to several processes."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,9 +15,10 @@ from t2r.model.layout import AXES, RULES
 from t2r.model.loss import Batch
 
 
-def make_mesh(axes: ConfigDict) -> Mesh:
+def make_mesh(axes: ConfigDict, available: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh of the devices there are: so many along each axis; one axis may be -1 and takes what the others leave."""
-    devices, sizes = jax.device_count(), {name: axes.get(name, 1) for name in AXES}
+    available = jax.devices() if available is None else available
+    devices, sizes = len(available), {name: axes.get(name, 1) for name in AXES}
     asked = ", ".join(f"{name}={size}" for name, size in sizes.items())
     free = [name for name, size in sizes.items() if size == -1]
     fixed = math.prod(size for size in sizes.values() if size != -1)
@@ -26,7 +28,7 @@ def make_mesh(axes: ConfigDict) -> Mesh:
         raise InputError(f"config.mesh has {asked}: that does not fit {devices} devices")
     for name in free:
         sizes[name] = devices // fixed
-    used = jax.devices()[: math.prod(sizes.values())]
+    used = available[: math.prod(sizes.values())]
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=used)
 
 

@@ -1,6 +1,6 @@
 """One step of training, from jitted functions of plain values."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -43,53 +43,67 @@ def init_state(arrays: Arrays, trained: set[str], optimizer: optax.GradientTrans
     return TrainState(jnp.zeros((), jnp.int32), parameters, frozen, optimizer.init(parameters), key)
 
 
-def make_step(
-    model: LanguageModel,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    like: TrainState,
-    *,
-    smoothing: float = 0.0,
-) -> Callable[[TrainState, Sequence[Batch]], tuple[TrainState, dict[str, Array]]]:
+class Step:
     """step(state, parts) → (state, {loss, gradient_norm, tokens}), the mean over all tokens; the state is donated.
 
     Parts may have different shapes: gradients are added up over them, and each shape is compiled once. `like` has the
     state's structure and shapes; the arrays lie on the mesh as `t2r.model.layout` says.
     """
-    everywhere, by_rows, layout = replicated(mesh), batch_sharding(mesh), shardings(like, mesh)
-    total_layout = Total(everywhere, everywhere, layout.trained)
 
-    def loss_of(trained: Arrays, frozen: Arrays, batch: Batch, key: PRNGKeyArray) -> tuple[Array, Array]:
-        return total_loss(with_arrays(model, {**trained, **frozen}), batch, key=key, smoothing=smoothing)
+    def __init__(
+        self,
+        model: LanguageModel,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        like: TrainState,
+        *,
+        smoothing: float = 0.0,
+    ):
+        def loss_of(trained: Arrays, frozen: Arrays, batch: Batch, key: PRNGKeyArray) -> tuple[Array, Array]:
+            return total_loss(with_arrays(model, {**trained, **frozen}), batch, key=key, smoothing=smoothing)
 
-    def add_part(total: Total, state: TrainState, batch: Batch, number: Array) -> Total:
-        key = jax.random.wrap_key_data(state.key)
-        key = jax.random.fold_in(jax.random.fold_in(key, state.step), number)
-        (loss, tokens), gradient = jax.value_and_grad(loss_of, has_aux=True)(state.trained, state.frozen, batch, key)
-        return jax.tree.map(jnp.add, total, Total(loss, tokens, gradient))
+        def zero(trained: Arrays) -> Total:
+            return Total(jnp.zeros(()), jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, trained))
 
-    def finish(state: TrainState, total: Total) -> tuple[TrainState, dict[str, Array]]:
-        gradient = jax.tree.map(lambda x: x / total.tokens, total.gradient)
-        updates, opt_state = optimizer.update(gradient, state.optimizer, state.trained)
-        trained = optax.apply_updates(state.trained, updates)
-        metrics = {"loss": total.loss / total.tokens, "gradient_norm": optax.global_norm(gradient)}
-        state = state._replace(step=state.step + 1, trained=trained, optimizer=opt_state)
-        return state, metrics | {"tokens": total.tokens}
+        def add_part(total: Total, state: TrainState, batch: Batch, number: Array) -> Total:
+            key = jax.random.wrap_key_data(state.key)
+            key = jax.random.fold_in(jax.random.fold_in(key, state.step), number)
+            gradient_of = jax.value_and_grad(loss_of, has_aux=True)
+            (loss, tokens), gradient = gradient_of(state.trained, state.frozen, batch, key)
+            return jax.tree.map(jnp.add, total, Total(loss, tokens, gradient))
 
-    def zero(trained: Arrays) -> Total:
-        return Total(jnp.zeros(()), jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, trained))
+        def finish(state: TrainState, total: Total) -> tuple[TrainState, dict[str, Array]]:
+            gradient = jax.tree.map(lambda x: x / total.tokens, total.gradient)
+            updates, opt_state = optimizer.update(gradient, state.optimizer, state.trained)
+            trained = optax.apply_updates(state.trained, updates)
+            metrics = {"loss": total.loss / total.tokens, "gradient_norm": optax.global_norm(gradient)}
+            state = state._replace(step=state.step + 1, trained=trained, optimizer=opt_state)
+            return state, metrics | {"tokens": total.tokens}
 
-    add_part = jax.jit(
-        add_part, in_shardings=(total_layout, layout, by_rows, None), out_shardings=total_layout, donate_argnums=0
-    )
-    finish = jax.jit(finish, in_shardings=(layout, total_layout), out_shardings=(layout, everywhere), donate_argnums=0)
-    zero = jax.jit(zero, in_shardings=(layout.trained,), out_shardings=total_layout)
+        everywhere, by_rows, layout = replicated(mesh), batch_sharding(mesh), shardings(like, mesh)
+        totals = Total(everywhere, everywhere, layout.trained)
+        self._mesh, self._by_rows = mesh, by_rows
+        self._zero = jax.jit(zero, in_shardings=(layout.trained,), out_shardings=totals)
+        self._add_part = jax.jit(
+            add_part, in_shardings=(totals, layout, by_rows, None), out_shardings=totals, donate_argnums=0
+        )
+        self._finish = jax.jit(
+            finish, in_shardings=(layout, totals), out_shardings=(layout, everywhere), donate_argnums=0
+        )
 
-    def step(state: TrainState, parts: Sequence[Batch]) -> tuple[TrainState, dict[str, Array]]:
-        with jax.set_mesh(mesh):
-            total = zero(state.trained)
+    def __call__(self, state: TrainState, parts: Sequence[Batch]) -> tuple[TrainState, dict[str, Array]]:
+        with jax.set_mesh(self._mesh):
+            total = self._zero(state.trained)
             for number, batch in enumerate(parts):
-                total = add_part(total, state, jax.device_put(batch, by_rows), np.uint32(number))
-            return finish(state, total)
+                total = self._add_part(total, state, jax.device_put(batch, self._by_rows), np.uint32(number))
+            return self._finish(state, total)
 
-    return step
+    def lower(self, state: TrainState, batch: Batch, *platforms: str) -> dict[str, jax.stages.Lowered]:
+        """The programs of a step for a part of this shape, not compiled yet; from shapes alone, for any platform."""
+        options = dict(lowering_platforms=platforms) if platforms else {}
+        with jax.set_mesh(self._mesh):
+            total = jax.eval_shape(self._zero, state.trained)
+            return {
+                "add_part": self._add_part.trace(total, state, batch, np.uint32(0)).lower(**options),
+                "finish": self._finish.trace(state, total).lower(**options),
+            }

@@ -35,7 +35,7 @@ from t2r.train.config import MAY_CHANGE, check
 from t2r.train.metrics import Metrics, read_metrics
 from t2r.train.optimizer import make_optimizer, make_schedule
 from t2r.train.sharding import batch_ways, make_mesh, place, read_part
-from t2r.train.step import TrainState, init_state, make_step
+from t2r.train.step import Step, TrainState, init_state
 from t2r.train.task import Task, learn_tokenizer, make_task
 
 
@@ -166,7 +166,7 @@ def run_steps(
     task: Task,
 ) -> TrainState:
     """Steps until config.steps, logging, validating and saving on the way."""
-    step_function = make_step(model, optimizer, mesh, state, smoothing=config.label_smoothing)
+    step_function = Step(model, optimizer, mesh, state, smoothing=config.label_smoothing)
     schedule = make_schedule(config.optimizer, config.steps)
     first = int(state.step)
     metrics = Metrics(workdir, first)

@@ -224,3 +224,19 @@ def test_dropout_falls_on_normalised_weights():
     draws = jnp.stack([draw(jax.random.key(i)) for i in range(800)])
     assert error(draws.mean(0), expected) < 0.1
     assert error(draws[0], expected) > 0.1
+
+
+@pytest.mark.parametrize("name", ["t2r", "performer"])
+def test_blocks_of_queries_are_the_quadratic_form(name):
+    """The form with dropout, at a rate so low that none falls, after a state, with padding."""
+    feature_map = FEATURE_MAPS[name](2, 8, 8, query_scale=0.35, rngs=nnx.Rngs(0))
+    normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)  # noqa: E731
+    q = feature_map(normal(0, 2, 300, 2, 1, 8), is_query=True, key=None)
+    k = feature_map(normal(1, 2, 300, 2, 8), is_query=False, key=None)
+    v, mask = normal(2, 2, 300, 2, 8), jnp.arange(300)[None] != jnp.array([[0], [150]])
+    _, state = linear.quadratic(q, k, v, feature_map.normalizer)
+    expected = linear.quadratic(q, k, v, feature_map.normalizer, state=state, mask=mask)
+    found = linear.causal_attention(
+        q, k, v, feature_map.normalizer, state=state, mask=mask, dropout=1e-9, key=jax.random.key(3)
+    )
+    assert error(found, expected) < 1e-5

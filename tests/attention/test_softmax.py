@@ -55,3 +55,13 @@ def test_a_query_that_sees_nothing_gives_no_nan():
     allowed = softmax.causal_mask(3, jnp.array([[False, True, True]]))
     function = lambda k: softmax.attend(q, softmax.heads_first(k), softmax.heads_first(v), allowed, 1.0).sum()  # noqa: E731
     assert np.isfinite(function(k)) and np.isfinite(jax.grad(function)(k)).all()
+
+
+@pytest.mark.parametrize("length", [1, 127, 300, 513])
+def test_causal_attention_in_blocks_is_causal_attention(length):
+    """At lengths that do not divide; with padding."""
+    shape = (2, length, 2, 3, 4)
+    q, k, v = (jax.random.normal(jax.random.key(i), shape if i == 0 else (2, 2, length, 4)) for i in range(3))
+    mask = jnp.arange(length)[None] != jnp.array([[1], [length // 2 + 1]])
+    expected = softmax.attend(q, k, v, softmax.causal_mask(length, mask), 0.5)
+    assert error(softmax.causal_attend(q, k, v, 0.5, mask=mask), expected) < 1e-6

@@ -1,6 +1,8 @@
 """The language model: one function, whether run whole, token by token, or padded."""
 
+import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +11,16 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from ml_collections import ConfigDict
 
 from conftest import error, linear_spec, make_model, micro, random_tokens
+from t2r.attention.dropout import dropout
 from t2r.errors import InputError
 from t2r.model.config import AttentionSpec
-from t2r.model.embedding import AdaptiveEmbedding, loss_in_chunks, sinusoids
-from t2r.model.transformer import Block, LanguageModel, check_length
+from t2r.model.embedding import AdaptiveEmbedding, sinusoids
+from t2r.model.layout import AXES
+from t2r.model.transformer import Block, LanguageModel, check_length, run_layers
+from t2r.train.sharding import make_mesh
 
 KINDS = ["softmax", "t2r", "elu", "rfa", "performer"]
 
@@ -97,7 +103,8 @@ def test_adaptive_softmax_is_a_distribution_and_its_loss_the_same_one():
     targets = jnp.arange(50) * 5 % 260  # all three bands
     log_probs = model.log_probs(x)
     np.testing.assert_allclose(jnp.exp(log_probs).sum(-1), 1.0, rtol=1e-5)
-    np.testing.assert_allclose(model.embedding.loss(x, targets), -log_probs[jnp.arange(50), targets], rtol=1e-5)
+    loss = model.embedding.loss(x[None], targets[None])[0]
+    np.testing.assert_allclose(loss, -log_probs[jnp.arange(50), targets], rtol=1e-5)
 
 
 def test_adaptive_embedding_by_hand():
@@ -116,15 +123,44 @@ def test_adaptive_embedding_by_hand():
     assert float(log_probs[259]) == pytest.approx(float(head[41] + tail[139]), rel=1e-5)
 
 
+@pytest.mark.parametrize("mesh", [None, (4, 2, 1), (2, 1, 4)], ids=["one device", "rows divided", "words divided"])
 @pytest.mark.parametrize("cutoffs", [(), (40, 120)], ids=["plain", "adaptive"])
-def test_the_loss_in_chunks_is_the_loss(cutoffs, monkeypatch):
-    """Value and gradient, at a size that does not divide the chunk."""
-    monkeypatch.setattr("t2r.model.embedding.LOSS_CHUNK", 16)
+def test_the_loss_and_its_gradient_are_those_of_the_distribution(cutoffs, mesh, monkeypatch):
+    """In chunks that do not divide the rows, for tokens of all bands, on devices that have different ones."""
+    monkeypatch.setattr("t2r.model.cross_entropy.LOGITS", 1000)
     model = make_model(micro(adaptive_cutoffs=cutoffs))
-    x, targets = jax.random.normal(jax.random.key(0), (3, 13, 32)), random_tokens(3, 13)
-    chunked = jax.value_and_grad(lambda x: loss_in_chunks(model.embedding, x, targets).mean())(x)
-    whole = jax.value_and_grad(lambda x: model.embedding.loss(x.reshape(39, 32), targets.reshape(39)).mean())(x)
-    assert error(chunked, whole) < 1e-5
+    graph, state = nnx.split(model)
+    x, targets = jax.random.normal(jax.random.key(0), (8, 13, 32)), random_tokens(8, 13).at[:2].set(5)
+    weights = jax.random.uniform(jax.random.key(1), targets.shape)
+
+    def by_definition(state, x):
+        log_probs = nnx.merge(graph, state).log_probs(x)
+        return -(weights * jnp.take_along_axis(log_probs, targets[..., None], -1)[..., 0]).sum()
+
+    def in_chunks(state, x):
+        return (weights * nnx.merge(graph, state).embedding.loss(x, targets)).sum()
+
+    expected = jax.jit(jax.value_and_grad(by_definition, (0, 1)))(state, x)
+    sizes = dict(zip(AXES, mesh)) if mesh else {"data": 1}
+    with jax.set_mesh(make_mesh(ConfigDict(sizes))) if mesh else contextlib.nullcontext():
+        found = jax.jit(jax.value_and_grad(in_chunks, (0, 1)))(state, x)
+    assert error(found[0], expected[0]) < 1e-5
+    assert error(found[1][0].embedding, expected[1][0].embedding) < 1e-5
+    assert error(found[1][1], expected[1][1]) < 1e-5
+
+
+def test_dropout_drops_evenly_and_differently_each_time():
+    x = jnp.ones((64, 128, 96))
+    keys = jax.random.split(jax.random.key(0), 3)
+    found = [np.asarray(dropout(x, 0.1, key, fold)) == 0 for key in keys for fold in (0, 1)]
+    for dropped in found:
+        for axes in [(0, 1), (0, 2), (1, 2)]:  # by column, row and layer, within five standard deviations
+            share = dropped.mean(axes)
+            assert np.abs(share - 0.1).max() < 5 * (0.09 / (dropped.size / share.size)) ** 0.5
+        assert abs((dropped[:, 1:] & dropped[:, :-1]).mean() - 0.01) < 1e-3  # neighbours are independent
+    for one, other in itertools.pairwise(found):
+        assert abs((one & other).mean() - 0.01) < 1e-3
+    np.testing.assert_allclose(dropout(x, 0.1, keys[0]).max(), 1 / 0.9, rtol=1e-6)
 
 
 def test_sinusoids_are_sines_and_cosines_of_the_position():
@@ -146,12 +182,12 @@ def test_dropout_needs_a_key_and_follows_it():
 
 def test_layer_dropout_leaves_a_layer_out_whole():
     """About as often as asked, never in evaluation."""
-    config = micro(layer_dropout=0.4)
+    config = micro(layers=1, layer_dropout=0.4)
     block, x = Block(config, AttentionSpec(), rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (1, 3, 32))
-    run = jax.jit(lambda key: jnp.allclose(block(x, key=key)[0], x))
+    run = jax.jit(lambda key: jnp.allclose(run_layers([block], config, x, key=key), x))
     skipped = np.mean([bool(run(jax.random.key(i))) for i in range(300)])
     assert 0.3 < skipped < 0.5
-    assert not np.allclose(block(x)[0], x)
+    assert not np.allclose(run_layers([block], config, x), x)
 
 
 @pytest.mark.parametrize("keep", ["none", "every_2nd", "last"])

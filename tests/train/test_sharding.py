@@ -18,7 +18,7 @@ from t2r.model.parameters import arrays_of, trainable_names, with_arrays
 from t2r.train.config import default_config
 from t2r.train.optimizer import make_optimizer
 from t2r.train.sharding import batch_ways, make_mesh
-from t2r.train.step import init_state, make_step
+from t2r.train.step import Step, init_state
 
 MESHES = [dict(data=8), dict(fsdp=8), dict(tensor=4), dict(data=2, fsdp=2, tensor=2)]
 
@@ -38,7 +38,7 @@ def run(model, axes, batch_of, steps=3):
     optimizer = make_optimizer(options, steps)
     state = init_state(jax.tree.map(jnp.copy, arrays_of(model)), trainable_names(model, "all"), optimizer, 0)
     state = jax.device_put(state, shardings(state, mesh))
-    step, losses = make_step(model, optimizer, mesh, state), []
+    step, losses = Step(model, optimizer, mesh, state), []
     for i in range(steps):
         state, result = step(state, [batch_of(i)])
         losses.append(float(result["loss"]))

@@ -14,7 +14,7 @@ from t2r.model.parameters import arrays_of, trainable_names
 from t2r.train.config import default_config
 from t2r.train.optimizer import make_optimizer
 from t2r.train.sharding import make_mesh
-from t2r.train.step import init_state, make_step
+from t2r.train.step import Step, init_state
 
 
 def run(model, *, steps=3, devices=1, accumulate=1, trainable="all"):
@@ -24,7 +24,7 @@ def run(model, *, steps=3, devices=1, accumulate=1, trainable="all"):
     options.learning_rate = 0.01
     optimizer, mesh = make_optimizer(options, steps), make_mesh(ConfigDict({"data": devices}))
     state = init_state(arrays_of(model), trainable_names(model, trainable), optimizer, 0)
-    step = make_step(model, optimizer, mesh, state)
+    step = Step(model, optimizer, mesh, state)
     losses = []
     for i in range(steps):
         parts = random_tokens(4, 17, seed=i).reshape(accumulate, -1, 17)
@@ -49,7 +49,7 @@ def test_the_loss_falls(plain):
     options.update(learning_rate=0.01, warmup_steps=1)
     optimizer, mesh = make_optimizer(options, 30), make_mesh(ConfigDict({"data": 1}))
     state = init_state(arrays_of(model), trainable_names(model, "all"), optimizer, 0)
-    step, tokens = make_step(model, optimizer, mesh, state), [Batch(random_tokens(4, 17))]
+    step, tokens = Step(model, optimizer, mesh, state), [Batch(random_tokens(4, 17))]
     losses = []
     for _ in range(30):
         state, result = step(state, tokens)
@@ -104,7 +104,7 @@ def test_a_step_of_pairs_is_the_mean_over_all_tokens_of_all_parts():
     found = []
     for devices, parts in ((2, [short, long]), (1, [together])):
         state = init_state(jax.tree.map(jnp.copy, arrays_of(model)), trainable_names(model, "all"), optimizer, 0)
-        step = make_step(model, optimizer, make_mesh(ConfigDict({"data": devices})), state, smoothing=0.1)
+        step = Step(model, optimizer, make_mesh(ConfigDict({"data": devices})), state, smoothing=0.1)
         state, result = step(state, parts)
         found.append((result, state.trained))
     tokens = sum((part.tokens[:, 1:] != PADDING).sum() for part in (short, long))
@@ -117,9 +117,9 @@ def test_label_smoothing_spreads_a_share_of_the_target():
     x, targets = jax.random.normal(jax.random.key(0), (7, 32)), jnp.arange(7)
     wanted = 0.9 * jax.nn.one_hot(targets, 60) + 0.1 / 60
     expected = -(wanted * model.log_probs(x)).sum(-1)
-    np.testing.assert_allclose(model.embedding.loss(x, targets, smoothing=0.1), expected, rtol=1e-5)
+    np.testing.assert_allclose(model.embedding.loss(x[None], targets[None], smoothing=0.1)[0], expected, rtol=1e-5)
     with pytest.raises(InputError, match="label_smoothing"):
-        make_model(micro()).embedding.loss(x, targets, smoothing=0.1)
+        make_model(micro()).embedding.loss(x[None], targets[None], smoothing=0.1)
 
 
 def test_random_features_are_constants(model):

@@ -1,0 +1,41 @@
+"""Measure training speed: tokens per second and utilisation of a config's real step on the devices there are.
+
+python -m t2r benchmark train --config=configs/NAME.py[:VARIANT] [--config.FIELD=VALUE ...] [--steps=10]
+    [--output=FILE.json] [--profile=DIR]
+
+Parameters and words are random: neither data nor a pretrained model is needed. Utilisation is the products that the
+model's definition asks for, over what the devices' maker says they can do in bfloat16.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+_CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file of the run, with an optional :VARIANT.")
+_STEPS = flags.DEFINE_integer("steps", 10, "Steps in each of five rounds; the median round counts.", lower_bound=1)
+_OUTPUT = flags.DEFINE_string("output", None, "File to add the result to, as a line of JSON.")
+_PROFILE = flags.DEFINE_string("profile", None, "Directory for a profile of one more step.")
+
+
+def check_arguments(arguments: list[str]) -> None:
+    from t2r.train.config import check_arguments
+
+    check_arguments(arguments)
+
+
+def main() -> dict[str, Any]:
+    from t2r import environment
+    from t2r.benchmark.train import measure
+    from t2r.console import table
+
+    config = _CONFIG.value
+    speed = measure(config, steps=_STEPS.value, profile=_PROFILE.value)
+    print(table(["", "measured"], speed._asdict().items()))
+    result = {**speed._asdict(), "environment": environment.describe(), "config": config.to_dict()}
+    if _OUTPUT.value:
+        with Path(_OUTPUT.value).open("a") as file:
+            file.write(json.dumps(result) + "\n")
+    return {key: value for key, value in result.items() if key != "config"}
