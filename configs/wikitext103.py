@@ -16,8 +16,8 @@ ROW, and the paper's perplexity on the validation and test set:
     phi_frozen    all but φ is trained
     phi_only      only φ is trained
 
-The data is read word by word from data/wikitext-103: wiki.train.tokens and wiki.valid.tokens as distributed. Score with
-    python -m t2r evaluate --model=runs/wikitext103/t2r/model --data=text:data/wikitext-103/wiki.test.tokens
+The data is read word by word, as launch/prepare_data --name=wikitext103 [--files=DIR] has written it. Score with
+    python -m t2r evaluate --model=runs/wikitext103/t2r/model --data=tfds:wikitext103
 
 448,472,512 parameters in the transformer: embeddings of 20,000 · 1,024 + 40,000 · 256 + 207,735 · 64, their projections
 of (1,024 + 256 + 64) · 1,024, two classes of 1,024; 32 layers of 12,596,224 (an attention of 4 · (1,024² + 1,024), a
@@ -54,8 +54,7 @@ def get_config(row: str = "transformer"):
     feature_map, features, keep, config.trainable = ROWS[row]
     config.convert.update(feature_map=feature_map, features=features, keep=keep)
     config.data.update(
-        source="text:data/wikitext-103/wiki.train.tokens",
-        valid="text:data/wikitext-103/wiki.valid.tokens",
+        source="tfds:wikitext103",
         tokenizer="word",
         vocab_size=0,
         length=512,

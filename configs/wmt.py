@@ -13,10 +13,12 @@ PAIR is en_de (WMT14), en_fr (WMT14) or zh_en (WMT17); ROW one of the table's, h
     rfa           27.6  41.8  23.2
     t2r           28.7  42.1  23.8     features 32 for cross and 4 for causal attention, as rfa
 
-The data is read from data/wmt/PAIR: train, valid and test with the language as suffix, as in train.en and train.de.
-Score with
+The data is what launch/prepare_data writes: --name=wmt14_translate/de-en, wmt14_translate/fr-en, wmt17_translate/zh-en;
+or --name=sentence_pairs/en-de --files=DIR from files at hand, and --config.data.source=tfds:sentence_pairs/en-de,en,de.
+Trained on are pairs of up to 250 subwords a side, and for en_de and en_fr neither side more than 1.5 times as long as
+the other, as the toolkit's preparation of those two has it. Score with
     python -m t2r evaluate --model=runs/wmt/en_de/t2r/model --moses=de --split_compounds \
-        --data=pairs:data/wmt/en_de/test.en,data/wmt/en_de/test.de
+        --data=tfds:wmt14_translate/de-en,en,de
 
 209,911,808 parameters in the transformer for en_de: 32,768 · 1,024 of embeddings; 6 · 12,596,224 in the encoder (an
 attention of 4 · (1,024² + 1,024), a feed-forward of 2 · 1,024 · 4,096 + 5,120, two norms of 2,048); 6 · 16,796,672 in
@@ -27,12 +29,12 @@ from t2r.errors import InputError
 from t2r.train.config import architecture, default_config, pretrained
 from t2r.train.rows import translation_row
 
-# Steps of training and of finetuning; subwords; one tokenizer for both sides; about how many steps make an epoch.
-# The paper does not state its vocabulary sizes: these are those of the preprocessing it says it follows.
+# Steps of training and of finetuning; subwords; one tokenizer for both sides; about how many steps make an epoch; the
+# data set. The paper does not state its vocabulary sizes: these are those of the preprocessing it says it follows.
 PAIRS = {
-    "en_de": (30_000, 20_000, 32_768, True, 300),
-    "en_fr": (60_000, 40_000, 40_000, True, 2750),
-    "zh_en": (30_000, 20_000, 32_768, False, 1300),
+    "en_de": (30_000, 20_000, 32_768, True, 300, "wmt14_translate/de-en"),
+    "en_fr": (60_000, 40_000, 40_000, True, 2750, "wmt14_translate/fr-en"),
+    "zh_en": (30_000, 20_000, 32_768, False, 1300, "wmt17_translate/zh-en"),
 }
 
 
@@ -42,13 +44,11 @@ def get_config(variant: str = "en_de/transformer"):
         raise InputError(f"unknown pair {pair!r} in {variant!r}: choose one of {', '.join(PAIRS)}, then /ROW")
     config = default_config()
     row = translation_row(config, name or "transformer")
-    steps, finetuning_steps, vocabulary, joint, epoch = PAIRS[pair]
+    steps, finetuning_steps, vocabulary, joint, epoch, data_set = PAIRS[pair]
 
-    source, target = pair.split("_")
-    for field, split in (("source", "train"), ("valid", "valid")):
-        config.data[field] = f"pairs:data/wmt/{pair}/{split}.{source},data/wmt/{pair}/{split}.{target}"
+    config.data.source = ",".join([f"tfds:{data_set}", *pair.split("_")])
     config.data.vocab_size, config.data.joint_tokenizer = vocabulary, joint
-    config.data.length = 1024
+    config.data.length, config.data.max_ratio = 250, 0.0 if pair == "zh_en" else 1.5
     config.data.buckets = 12
     # 3,584 tokens on each of 8 GPUs, 16 times before each update: 458,752.
     config.data.batch_tokens, config.accumulate = 3584 * 8 * 16, 16

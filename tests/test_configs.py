@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from ml_collections import ConfigDict
 
 from t2r.convert.swap import swap
 from t2r.errors import InputError
@@ -13,6 +14,8 @@ from t2r.model.parameters import abstract_model, arrays_of, count
 from t2r.train.config import check, load_config
 from t2r.train.optimizer import make_schedule
 from t2r.train.rows import ROWS
+from t2r.train.shapes import architecture_of, part_of_shapes, run_of_shapes
+from t2r.train.sharding import make_mesh
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -60,6 +63,34 @@ def test_the_papers_models_have_the_size_their_files_say(name):
     layers, heads, size = model.config.layers, model.config.heads, model.config.head_dim
     added = count(arrays_of(converted)) - stated
     assert added == layers * heads * (plan.features + plan.cross_features) * (size + 1)
+
+
+def program_of(variant):
+    """What decides the program of a row's step: rows that share it are lowered once."""
+    config = load_config(f"{CONFIGS}/{variant}")
+    return (architecture_of(config), str(config.convert), config.trainable, config.label_smoothing,
+            str(part_of_shapes(config, 4)), config.optimizer.name)  # fmt: skip
+
+
+FULL_SIZE = [variant for variant in VARIANTS if variant.startswith(("wmt", "wikitext103"))]
+DISTINCT = list({program_of(variant): variant for variant in FULL_SIZE}.values())
+
+
+# A minute and a half for all of them: by default, one of each kind; `launch/test -m slow` has the others.
+FEW = ("wikitext103.py:transformer", "wikitext103.py:t2r_75", "wmt.py:en_de/t2r", "wmt.py:zh_en/rfa")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [v if v in FEW else pytest.param(v, marks=pytest.mark.slow) for v in (*FEW, *sorted(set(DISTINCT) - set(FEW)))],
+)
+def test_every_full_size_step_lowers_for_eight_devices_and_for_tpus(variant):
+    """All axes divided; the parameters lie on the devices as the mesh says."""
+    config = load_config(f"{CONFIGS}/{variant}")
+    mesh = make_mesh(ConfigDict(dict(data=2, fsdp=2, tensor=2)))
+    run = run_of_shapes(config, mesh)
+    for lowered in run.step(mesh, config.label_smoothing).lower(run.state, run.batch, "cpu", "tpu").values():
+        assert "sdy.mesh" in lowered.as_text() or "mhlo.num_partitions = 8" in lowered.as_text()
 
 
 def test_steps_of_the_papers_batches():

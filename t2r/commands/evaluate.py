@@ -17,9 +17,9 @@ from absl import flags
 
 _MODEL = flags.DEFINE_string("model", None, "Model directory, or builtin:NAME.", required=True)
 _DATA = flags.DEFINE_string(
-    "data", None, "builtin:NAME, text:PATH, pairs:SOURCE,TARGET or tsv:PATH (.gz too).", required=True
+    "data", None, "builtin:NAME, text:PATH, pairs:SOURCE,TARGET, tsv:PATH (.gz too) or tfds:NAME.", required=True
 )
-_SPLIT = flags.DEFINE_string("split", None, "train, valid, test or all; default: test of builtin data, all of a file.")
+_SPLIT = flags.DEFINE_string("split", None, "train, valid, test or all; default: all of a file, test of others.")
 _WINDOW = flags.DEFINE_integer(
     "window", None, "Tokens the model sees at once, the later half of which is scored; default: 512.", lower_bound=2
 )
@@ -40,7 +40,7 @@ def main() -> dict[str, Any]:
     from t2r.data.pairs import is_pairs
     from t2r.errors import InputError
 
-    split = _SPLIT.value or ("test" if _DATA.value.startswith("builtin:") else "all")
+    split = _SPLIT.value or ("test" if _DATA.value.startswith(("builtin:", "tfds:")) else "all")
     content = model_dir.load(_MODEL.value, dtype=_DTYPE.value)
     if is_pairs(_DATA.value) != bool(content.model.config.encoder_layers):
         kinds = ("text", "a language model"), ("sentence pairs", "a translation model")

@@ -66,7 +66,8 @@ def choose_bounds(lengths: Sequence[int], count: int) -> list[int]:
 class Buckets:
     """Pairs in batches of about `tokens` padded tokens a side, each of pairs of like length; all pairs each epoch.
 
-    Pairs of more than `longest` tokens are left out.
+    Left out are pairs of more than `longest` tokens, those with an empty side, and those of which one side has more
+    than `ratio` times the tokens of the other; each side's end counts as one.
     """
 
     def __init__(
@@ -75,12 +76,16 @@ class Buckets:
         *,
         tokens: int,
         longest: int | None = None,
+        ratio: float = 0.0,
         count: int = 8,
         multiple: int = 1,
         seed: int = 0,
     ):
         self._pairs, self._seed = pairs, seed
-        kept = np.flatnonzero(pairs.lengths <= (longest or np.inf))
+        fits = (pairs.lengths <= (longest or np.inf)) & (pairs.tokens.min(1) > 1)
+        if ratio:
+            fits &= pairs.lengths <= ratio * pairs.tokens.min(1)
+        kept = np.flatnonzero(fits)
         if not len(kept):
             raise InputError(f"data.length={longest}: of {len(pairs):,} pairs none is that short")
         self.left_out = len(pairs) - len(kept)

@@ -1,27 +1,38 @@
-"""Where sentence pairs come from: `pairs:SRC,TGT`, `tsv:PATH` and `builtin:numbers-en-de`, in splits by source."""
+"""Where sentence pairs come from: `pairs:SRC,TGT`, `tsv:PATH`, `builtin:numbers-en-de`, split by source; `tfds:`."""
 
 import functools
 import random
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from t2r.data.sources import SPLITS, read_text
 from t2r.errors import InputError
 
 Pair = tuple[str, str]
-USAGE = "builtin:numbers-en-de, pairs:SOURCE_FILE,TARGET_FILE, or tsv:FILE[,SOURCE_COLUMN,TARGET_COLUMN] (.gz too)"
+USAGE = (
+    "builtin:numbers-en-de, pairs:SOURCE_FILE,TARGET_FILE, tsv:FILE[,SOURCE_COLUMN,TARGET_COLUMN] (.gz too), or "
+    "tfds:NAME,SOURCE_LANGUAGE,TARGET_LANGUAGE"
+)
 
 
 def is_pairs(spec: str) -> bool:
     """Whether a data spec names sentence pairs, and not text."""
-    return spec.partition(":")[0] in ("pairs", "tsv") or spec == "builtin:numbers-en-de"
+    kind, _, name = spec.partition(":")
+    return kind in ("pairs", "tsv") or spec == "builtin:numbers-en-de" or (kind == "tfds" and "," in name)
 
 
-def load_pairs(spec: str, split: str) -> list[Pair]:
-    """The (source, target) pairs of a split; `all` is the three together. Pairs with an empty side are left out."""
+def load_pairs(spec: str, split: str) -> Sequence[Pair]:
+    """The (source, target) pairs of a split; `all` is the three together. Of files, pairs with an empty side are left
+    out; prepared data sets are read pair by pair, as they are."""
     if split not in (*SPLITS, "all"):
         raise InputError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}, all")
     kind, _, name = spec.partition(":")
+    if kind == "tfds" and name.count(",") == 2:
+        from t2r.data.tfds_source import open_split
+
+        name, *languages = name.split(",")
+        return open_split(name, split, languages, lambda example: tuple(example[side].strip() for side in languages))
     if spec == "builtin:numbers-en-de":
         pairs = number_pairs()
     elif kind == "pairs" and name.count(",") == 1:

@@ -1,4 +1,4 @@
-"""Where text comes from: `builtin:pydoc` and `text:PATH`, each in three splits that do not overlap."""
+"""Where text comes from: `builtin:pydoc`, `text:PATH` and `tfds:NAME`, each in three splits that do not overlap."""
 
 import ast
 import functools
@@ -23,7 +23,11 @@ def load_documents(spec: str, split: str) -> list[str]:
         return [text for name, text in pydoc_documents().items() if split in ("all", split_of(name))]
     if kind == "text" and name:
         return [part_of(read_text(Path(name)), split)]
-    raise InputError(f"unknown data {spec!r}: use builtin:pydoc or text:PATH (.gz too)")
+    if kind == "tfds" and name:
+        from t2r.data.tfds_source import open_split
+
+        return list(open_split(name, split, ["text"], lambda example: example["text"]))
+    raise InputError(f"unknown data {spec!r}: use builtin:pydoc, text:PATH (.gz too) or tfds:NAME")
 
 
 def read_text(path: Path) -> str:

@@ -1,5 +1,6 @@
 """A model's arrays by name, and a model from named arrays: the form in which they are trained, saved and loaded."""
 
+import functools
 from typing import Any
 
 import jax
@@ -27,8 +28,9 @@ def with_arrays(model: nnx.Module, arrays: Arrays) -> nnx.Module:
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
+@functools.lru_cache(maxsize=8)  # seconds for many layers
 def abstract_model(config: ModelConfig) -> LanguageModel:
-    """A model of shapes and types only."""
+    """A model of shapes and types only; not to be changed: others have the same one."""
     return nnx.eval_shape(lambda: make_model(config, rngs=nnx.Rngs(0)))
 
 

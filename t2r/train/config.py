@@ -39,6 +39,7 @@ def default_config() -> ConfigDict:
                 batch=8,  # of text: sequences per step, on all devices together
                 batch_tokens=4096,  # of pairs: padded tokens a side per step, on all devices together
                 buckets=8,  # of pairs: lengths to pad to, each compiled once
+                max_ratio=0.0,  # of pairs: those with a side that many times longer are not trained on; 0: all are
                 joint_tokenizer=True,  # of pairs: one tokenizer for both sides
                 source_vocab_size=0,  # of pairs with two tokenizers; 0: as vocab_size
             ),
@@ -171,6 +172,8 @@ def check(config: ConfigDict) -> None:
         problems.append(f"config.label_smoothing={config.label_smoothing} must be at least 0 and below 1")
     if not is_pairs(data.source) and data.batch % max(config.accumulate, 1):
         problems.append(f"config.data.batch={data.batch} must be a multiple of config.accumulate={config.accumulate}")
+    if data.max_ratio and data.max_ratio < 1:
+        problems.append(f"config.data.max_ratio={data.max_ratio} must be at least 1, or 0 for all pairs")
     if not optimizer.learning_rate > 0:
         problems.append(f"config.optimizer.learning_rate={optimizer.learning_rate} must be above 0")
     if config.init_from and set(config.model) - set(RUNTIME_FIELDS):

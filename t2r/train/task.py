@@ -62,12 +62,12 @@ class Translation:
         options = dict(count=data.buckets, multiple=devices, longest=data.length)
         self._parts = config.accumulate
         tokens = data.batch_tokens // config.accumulate
-        self._buckets = buckets = Buckets(train, tokens=tokens, seed=config.seed, **options)
+        self._buckets = buckets = Buckets(train, tokens=tokens, seed=config.seed, ratio=data.max_ratio, **options)
         self._valid = Buckets(valid, tokens=4096, **options)
         self.summary = (
-            f"{len(train) - buckets.left_out:,} pairs ({buckets.left_out:,} longer than data.length={data.length} left "
-            f"out), {buckets.tokens[1]:,} target tokens, in batches of {len(buckets.bounds)} lengths up to "
-            f"{buckets.bounds[-1]}, {buckets.padding:.1%} of which is padding; "
+            f"{len(train) - buckets.left_out:,} pairs (data.length={data.length} and data.max_ratio={data.max_ratio} "
+            f"leave out {buckets.left_out:,}), {buckets.tokens[1]:,} target tokens, in batches of "
+            f"{len(buckets.bounds)} lengths up to {buckets.bounds[-1]}, {buckets.padding:.1%} of which is padding; "
             f"{len(buckets) / config.accumulate:,.1f} steps an epoch"
         )
 

@@ -75,7 +75,7 @@ def test_bounds_waste_as_little_as_any_could(lengths, count):
 
 def encoded(count, seed=0):
     chance = np.random.default_rng(seed)
-    return [Encoded([i] * chance.integers(1, 20), [i] * chance.integers(2, 20)) for i in range(count)]
+    return [Encoded([i] * chance.integers(2, 20), [i] * chance.integers(3, 20)) for i in range(count)]
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
@@ -96,6 +96,27 @@ def test_an_epoch_has_every_pair_once_in_batches_of_like_length(multiple):
         real = sum((batch.source != PADDING).sum() + (batch.tokens[:, 1:] != PADDING).sum() for batch in batches)
         assert buckets.padding == pytest.approx(1 - real / places)
     assert orders[0] != orders[1]
+
+
+def test_pairs_that_are_too_long_empty_or_uneven_are_left_out():
+    end = 7
+    sides = {
+        "good": ([1, 1, end], [end, 2, end]),
+        "no source": ([end], [end, 2, end]),
+        "no target": ([3, end], [end, end]),
+        "uneven": ([4] * 9, [end] * 5),
+        "long": ([5] * 30, [end] * 30),
+    }
+    pairs = EncodedPairs.of([Encoded(*pair) for pair in sides.values()])
+
+    def kept(**options):
+        buckets = Buckets(pairs, tokens=64, **options)
+        numbers = {int(row) for i in range(len(buckets)) for row in buckets.batch(i).rows if row >= 0}
+        assert len(pairs) - len(numbers) == buckets.left_out
+        return {name for number, name in enumerate(sides) if number in numbers}
+
+    assert kept() == {"good", "uneven", "long"}
+    assert kept(longest=29, ratio=1.5) == {"good"}
 
 
 def test_a_saved_iterator_of_pairs_goes_on_where_it_was():

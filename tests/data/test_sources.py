@@ -62,7 +62,7 @@ def test_files_that_are_no_text_are_refused(tmp_path, name, content, message):
 
 def test_unknown_sources_and_splits_are_refused(tmp_path):
     for spec in ("builtin:wikipedia", "text:", "file.txt"):
-        with pytest.raises(InputError, match="builtin:pydoc or text:PATH"):
+        with pytest.raises(InputError, match="builtin:pydoc, text:PATH"):
             load_documents(spec, "all")
     with pytest.raises(InputError, match="train, valid, test, all"):
         load_documents("builtin:pydoc", "dev")

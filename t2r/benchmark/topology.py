@@ -1,0 +1,163 @@
+"""Compiling for a TPU that nobody has booked: the real compiler, its memory, and its own estimate of the time."""
+
+import math
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from t2r.benchmark import flops
+from t2r.benchmark.flops import training_flops
+from t2r.decode.generate import Generation, scan_steps
+from t2r.decode.sampling import Sampling
+from t2r.errors import InputError
+from t2r.model.layout import shardings, spec_of
+from t2r.model.parameters import arrays_of, with_arrays
+from t2r.model.transformer import LanguageModel
+from t2r.train.shapes import run_of_shapes
+from t2r.train.sharding import make_mesh
+
+# Memory of one device, which on v2 and v3 is one of a chip's two cores.
+MEMORY = {"v2": 8, "v3": 16, "v4": 32, "v5e": 16, "v5p": 95, "v6e": 32}  # GiB
+
+
+class Program(NamedTuple):
+    """One compiled program; bytes are of one device."""
+
+    compile_seconds: float
+    argument_bytes: int
+    temporary_bytes: int
+    peak_bytes: int  # arguments, outputs that share no memory with them, and temporaries
+    seconds: float | None  # the compiler's own estimate; None if it gives none
+    flops: float | None  # of one device, as the compiler counts them: a loop's body once
+
+
+def devices_of(topology: str) -> list[jax.Device]:
+    """The devices of a topology such as v3:4x4, from the compiler's own description."""
+    kind = topology.partition(":")[0]
+    if kind not in MEMORY:
+        raise InputError(
+            f"--topology={topology}: name a TPU and its chips, as in v3:4x4; there are {', '.join(MEMORY)}"
+        )
+    try:
+        return list(topologies.get_topology_desc(topology_name=topology, platform="tpu").devices)
+    except Exception as error:  # the plugin is missing, or has another opinion of the shape
+        reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
+        raise InputError(
+            f"--topology={topology}: the TPU compiler does not give it ({reason}). It comes with pip install "
+            "'jax[tpu]', on Linux for x86_64; shapes are those of slices that exist, such as v2:2x2, v3:4x4, v5e:4x4"
+        ) from None
+
+
+def compile_training(config: ConfigDict, topology: str) -> dict[str, Any]:
+    """The programs of a training step of this config, on all devices of the topology."""
+    mesh = make_mesh(config.mesh, devices_of(topology))
+    run = run_of_shapes(config, mesh)
+    lowered = run.step(mesh, config.label_smoothing).lower(run.state, run.batch)
+    programs = {name: compile_program(program) for name, program in lowered.items()}
+    part, finish = programs["add_part"], programs["finish"]
+    peak = max(part.peak_bytes, finish.peak_bytes)
+    seconds = part.seconds and finish.seconds and config.accumulate * part.seconds + finish.seconds
+    if run.model.config.scan_layers:
+        seconds = None  # the estimate has the loop's body, a layer, once
+    tokens = run.tokens * config.accumulate
+    work = training_flops(run.model.config, run.batch) * config.accumulate
+    return _report(topology, mesh, peak, programs) | {
+        "least_seconds": work / mesh.size / flops.peak(mesh.devices.flat[0]),
+        "step_seconds": seconds,
+        "tokens_per_step": tokens,
+        "tokens_per_second": tokens / seconds if seconds else None,
+        "state_bytes": _bytes_on_one_device(run.state, mesh),
+    }
+
+
+def compile_decoding(config: ConfigDict, topology: str, *, batch: int, length: int) -> dict[str, Any]:
+    """One step of greedy decoding with `length` tokens in the state, on all devices of the topology."""
+    mesh = make_mesh(config.mesh, devices_of(topology))
+    run = run_of_shapes(config, mesh)
+    if run.model.config.encoder_layers:
+        raise InputError("--decode compiles language models: this config's model translates")
+    with jax.set_mesh(mesh):
+        lowered = lower_decoding(run.model, mesh, batch, length)
+    program = compile_program(lowered)
+    return _report(topology, mesh, program.peak_bytes, {"decode": program}) | {
+        "step_seconds": program.seconds,
+        "tokens_per_second": batch / program.seconds if program.seconds else None,
+        "batch": batch,
+        "length": length,
+    }
+
+
+def lower_decoding(model: LanguageModel, mesh: Mesh, batch: int, length: int) -> jax.stages.Lowered:
+    """The decoding step of a model of shapes, its parameters and state laid out on the mesh."""
+    arrays = arrays_of(model)
+    placed = jax.tree.map(_shape_at, arrays, shardings(arrays, mesh))
+    placed = {name: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16, sharding=a.sharding) for name, a in placed.items()}
+    by_rows = NamedSharding(mesh, spec_of(("batch",), (batch,), dict(mesh.shape)))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    state = jax.eval_shape(lambda: model.init_state(batch, length))
+    state = jax.tree.map(lambda leaf: _shape_at(leaf, _by_batch(leaf, batch, mesh)), state)
+    ids = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=by_rows)
+    done = jax.ShapeDtypeStruct((batch,), jnp.bool_, sharding=by_rows)
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=everywhere)
+    graph, parameters = nnx.split(with_arrays(model, placed))
+    return scan_steps.lower(graph, parameters, Generation(state, ids, done, key), 1, Sampling(), -1)
+
+
+def compile_program(lowered: jax.stages.Lowered) -> Program:
+    """Compiles, and reads off what the compiler says of the result."""
+    began = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        needed = next((line for line in str(error).splitlines() if "Used" in line), str(error).splitlines()[0])
+        raise InputError(
+            f"it does not fit: {needed.strip()[:300]}. Divide it more (config.mesh.fsdp, config.mesh.tensor), compute "
+            "again what can be (config.model.remat=True), or take smaller parts (config.accumulate)"
+        ) from None
+    seconds = time.perf_counter() - began
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    peak = memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
+    estimate = cost.get("optimal_seconds")
+    return Program(
+        round(seconds, 1), memory.argument_size_in_bytes, memory.temp_size_in_bytes, peak,
+        estimate if estimate and estimate > 0 else None, cost.get("flops"),
+    )  # fmt: skip
+
+
+def _report(topology: str, mesh: Mesh, peak: int, programs: dict[str, Program]) -> dict[str, Any]:
+    limit = MEMORY[topology.partition(":")[0]] * 2**30
+    return {
+        "topology": topology,
+        "devices": mesh.size,
+        "mesh": dict(mesh.shape),
+        "peak_bytes": peak,
+        "memory_bytes": limit,
+        "fits": peak <= limit,
+        "programs": {name: program._asdict() for name, program in programs.items()},
+    }
+
+
+def _shape_at(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _by_batch(leaf: Any, batch: int, mesh: Mesh) -> NamedSharding:
+    """A layer's state is divided by texts; its heads are divided by the program itself."""
+    dimensions = ("batch",) if leaf.shape and leaf.shape[0] == batch else ()
+    return NamedSharding(mesh, spec_of(dimensions, leaf.shape, dict(mesh.shape)))
+
+
+def _bytes_on_one_device(tree: Any, mesh: Mesh) -> int:
+    def size(leaf: Any, sharding: NamedSharding) -> int:
+        return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(size, tree, shardings(tree, mesh))))

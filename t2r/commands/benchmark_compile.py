@@ -1,0 +1,60 @@
+"""Compile a config's step for a TPU nobody has booked: bytes per device, whether it fits, the compiler's time estimate.
+
+python -m t2r benchmark compile --config=configs/wikitext103.py:t2r --topology=v3:4x4 [--config.mesh.fsdp=8 ...]
+python -m t2r benchmark compile --config=configs/wikitext103.py:t2r --topology=v2:2x2 --decode [--batch=16 --length=512]
+
+The compiler comes with pip install 'jax[tpu]' on Linux for x86_64; no TPU is needed. Nothing here is measured: times
+are the compiler's own estimates, which count products and memory traffic and know nothing of the network between hosts.
+It counts a loop's body once, so there is no estimate with config.model.scan_layers. least_seconds is what the model's
+products take at the peak that the maker states.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+_CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file of the run, with an optional :VARIANT.")
+_TOPOLOGY = flags.DEFINE_string("topology", None, "TPU and its chips, such as v2:2x2 or v5e:4x4.", required=True)
+_DECODE = flags.DEFINE_bool("decode", False, "Compile a decoding step in place of a training step.")
+_BATCH = flags.DEFINE_integer("batch", 16, "Decoding: texts at once.", lower_bound=1)
+_LENGTH = flags.DEFINE_integer("length", 512, "Decoding: tokens of each text.", lower_bound=1)
+_OUTPUT = flags.DEFINE_string("output", None, "File for the report, as JSON.")
+
+
+def check_arguments(arguments: list[str]) -> None:
+    from t2r.train.config import check_arguments
+
+    check_arguments(arguments)
+
+
+def main() -> dict[str, Any]:
+    import os
+
+    # The compiler must neither look for a TPU nor ask a cloud about one.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v2-8")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+    from t2r import environment
+    from t2r.benchmark.topology import compile_decoding, compile_training
+    from t2r.console import table
+    from t2r.train.config import check
+
+    config = _CONFIG.value
+    check(config)
+    if _DECODE.value:
+        report = compile_decoding(config, _TOPOLOGY.value, batch=_BATCH.value, length=_LENGTH.value)
+    else:
+        report = compile_training(config, _TOPOLOGY.value)
+    print(table(["", "compiled, not measured"], [(k, v) for k, v in report.items() if k not in ("programs", "mesh")]))
+    result = {**report, "estimate": True, "environment": environment.describe()}
+    if _OUTPUT.value:
+        path = Path(_OUTPUT.value)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**result, "config": config.to_dict()}, indent=1) + "\n")
+    return result

@@ -1,0 +1,81 @@
+"""What is measured and compiled: operations as the definition has them, a step that is timed, a topology."""
+
+import importlib.util
+
+import jax
+import numpy as np
+import pytest
+
+from conftest import micro, micro_mt
+from t2r.benchmark.flops import training_flops
+from t2r.benchmark.topology import compile_training, devices_of
+from t2r.benchmark.train import measure, words
+from t2r.convert.swap import swap
+from t2r.errors import InputError
+from t2r.model.config import preset
+from t2r.model.loss import Batch, total_loss
+from t2r.model.parameters import abstract_model
+from t2r.train.config import architecture, default_config
+
+
+def shapes(rows, targets, sources=None):
+    ids = lambda width: jax.ShapeDtypeStruct((rows, width), np.int32)  # noqa: E731
+    return Batch(ids(targets + 1), None if sources is None else ids(sources))
+
+
+def test_operations_of_the_papers_language_model_by_hand():
+    """6 for each parameter of a layer's matrices and of the first band's words, 6 · n · 1,024 for causal attention."""
+    config, n = preset("paper_lm"), 512
+    per_token = 32 * (6 * 12 * 1024**2 + 6 * n * 1024) + 6 * 1024 * 20_002
+    assert training_flops(config, shapes(3, n)) == pytest.approx(3 * n * per_token, rel=1e-6)
+    t2r = swap(abstract_model(config), feature_map="t2r", features=32).config
+    per_token = 32 * (6 * 12 * 1024**2 + 6 * 1024 * (2 * 32 + 2 * 32)) + 6 * 1024 * 20_002
+    assert training_flops(t2r, shapes(3, n)) == pytest.approx(3 * n * per_token, rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["language model", "translation"])
+def test_operations_are_about_what_the_compiler_counts(family):
+    """Of the forward pass; the compiler also counts what is no product, and all of causal attention."""
+    sizes = dict(layers=1, width=256, heads=4, feedforward=1024, vocab_size=2048)
+    if family == "language model":
+        config, batch = micro(**sizes, adaptive_cutoffs=()), shapes(2, 96)
+    else:
+        config, batch = micro_mt(**sizes, encoder_layers=1), shapes(2, 96, 64)
+    model = abstract_model(config)
+    counted = jax.jit(total_loss).lower(model, batch).cost_analysis()["flops"]
+    assert 0.9 < training_flops(config, batch) / 3 / counted < 1.05
+
+
+def test_words_follow_zipfs_law():
+    found = words((200, 500), 267_735, 0)
+    assert found.min() == 0 or found.min() == 1
+    assert found.max() < 267_735
+    shares = [(found < bound).mean() for bound in (20_000, 60_000)]
+    np.testing.assert_allclose(shares, np.log([20_000, 60_000]) / np.log(267_735), atol=0.01)
+
+
+def test_a_step_is_measured_on_all_devices():
+    config = default_config()
+    config.model = architecture("micro_lm", dropout=0.1)
+    config.data.update(length=16, batch=16, vocab_size=0)
+    config.accumulate = 2
+    speed = measure(config, steps=1, rounds=2)
+    assert speed.tokens_per_second == pytest.approx(256 / speed.step_seconds)
+    assert np.isfinite(speed.loss) and speed.utilisation is None, "a CPU is in no table"
+
+
+def test_a_topology_that_is_not_there_is_said():
+    with pytest.raises(InputError, match="there are v2, v3"):
+        devices_of("v1:2x2")
+    if importlib.util.find_spec("libtpu") is None:
+        with pytest.raises(InputError, match=r"jax\[tpu\]"):
+            devices_of("v2:2x2")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
+def test_a_step_compiles_for_a_real_tpu():
+    config = default_config()
+    config.model = architecture("micro_lm")
+    config.data.update(length=128, batch=16, vocab_size=0)
+    report = compile_training(config, "v2:2x2")
+    assert report["devices"] == 8 and report["fits"] and report["step_seconds"] > 0

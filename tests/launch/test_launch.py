@@ -1,0 +1,207 @@
+"""The scripts that start runs elsewhere, against stand-ins for gcloud, sbatch and kubectl that note what they get."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ["setup", "local", "slurm", "gke", "tpu", "quickstart", "test", "prepare_data"]
+RUN = ["--", "train", "--config=configs/tiny_lm.py:t2r", "--workdir=/data/my runs/o'clock"]
+
+STAND_IN = """#!/usr/bin/env bash
+printf '%s' "$(basename "$0")" >>"$CALLS"; [ $# = 0 ] || printf ' %q' "$@" >>"$CALLS"; echo >>"$CALLS"
+case "$*" in
+  *describe*) head -1 "$STATES"; sed -i 1d "$STATES" ;;  # the next state it is said to be in
+esac
+if [ "$(basename "$0")" = sbatch ] || [[ "$*" == *"-f -"* ]]; then cat >"$CALLS.input"; fi
+"""
+
+
+@pytest.fixture
+def cloud(tmp_path):
+    """A copy of the tree with stand-ins on the path: (run a script, calls so far)."""
+    tree, tools = tmp_path / "tree", tmp_path / "tools"
+    shutil.copytree(ROOT / "launch", tree / "launch")
+    tools.mkdir()
+    for name in ("gcloud", "sbatch", "kubectl", "git", "scontrol"):
+        (tools / name).write_text(STAND_IN)
+        (tools / name).chmod(0o755)
+    calls, states = tmp_path / "calls", tmp_path / "states"
+    calls.touch()
+    env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "CALLS": str(calls), "STATES": str(states)}
+    env["T2R_POLL_SECONDS"] = "0"
+
+    def launch(*arguments, said=()):
+        states.write_text("".join(f"{state}\n" for state in said))
+        calls.write_text("")
+        done = subprocess.run(
+            [f"launch/{arguments[0]}", *arguments[1:]], cwd=tree, env=env, capture_output=True, text=True
+        )
+        return done, calls.read_text().splitlines()
+
+    return launch, tmp_path
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
+def test_shellcheck_has_nothing_to_say():
+    scripts = [f"launch/{name}" for name in SCRIPTS] + [".ci/run"]
+    found = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
+
+
+def test_a_slice_from_beginning_to_end(cloud):
+    launch, _ = cloud
+    slice_ = ["--name=n", "--zone=z", "--project=p"]
+    done, calls = launch("tpu", "create", *slice_, "--type=v5litepod-16", "--spot")
+    assert done.returncode == 0, done.stderr
+    runtime = "--version=v2-alpha-tpuv5-lite"
+    assert calls == [f"gcloud compute tpus tpu-vm create n --accelerator-type=v5litepod-16 {runtime} --spot --zone=z "
+                     "--project=p"]  # fmt: skip
+    _, calls = launch("tpu", "setup", *slice_, "--bucket=b")
+    assert calls[0].startswith("git archive") and "scp runs/launch/tree.tar.gz n:t2r.tar.gz --worker=all" in calls[1]
+    assert "gcsfuse" in calls[2] and "launch/setup\\ tpu" in calls[2] and "--worker=all" in calls[2]
+    done, calls = launch("tpu", "start", *slice_, *RUN)
+    assert (
+        done.returncode == 0 and len(calls) == 1 and "--coordinator=auto" in calls[0] and "tiny_lm.py:t2r" in calls[0]
+    )
+    _, calls = launch("tpu", "log", *slice_)
+    assert "--worker=0" in calls[0] and "run.log" in calls[0]
+
+    done, calls = launch("tpu", "resume", *slice_, said=["READY"])
+    assert len(calls) == 1 and "describe" in calls[0] and "n: READY" in done.stdout
+    done, calls = launch("tpu", "resume", *slice_, said=["PREEMPTED", "CREATING", "READY"])
+    assert done.returncode == 0, done.stderr
+    actions = ["describe", "delete", "create", "describe", "describe", "archive", "scp", "ssh", "ssh"]
+    assert len(calls) == len(actions) and all(action in call for action, call in zip(actions, calls)), calls
+    assert "--spot" in calls[2] and "gcsfuse" in calls[7] and "my" in calls[8] and "tiny_lm.py:t2r" in calls[8]
+    _, calls = launch("tpu", "delete", *slice_)
+    assert calls == ["gcloud compute tpus tpu-vm delete n --quiet --zone=z --project=p"]
+
+
+def test_queued_resources(cloud):
+    launch, _ = cloud
+    _, calls = launch("tpu", "create", "--name=n", "--zone=z", "--type=v3-32", "--queued")
+    assert calls == ["gcloud compute tpus queued-resources create n --node-id=n --accelerator-type=v3-32 "
+                     "--runtime-version=tpu-ubuntu2204-base --zone=z"]  # fmt: skip
+    _, calls = launch("tpu", "delete", "--name=n", "--zone=z")
+    assert "queued-resources delete n --force" in calls[0]
+
+
+def test_the_command_that_workers_get_survives_the_quoting(cloud, tmp_path):
+    """What ssh would run, run here: a path with a space stays one word, and a run that lost another starts again."""
+    launch, _ = cloud
+    _, calls = launch("tpu", "start", "--name=n", "--zone=z", *RUN)
+    script = subprocess.run(["bash", "-c", f"printf %s {calls[0].split('--command=')[1].split(' --zone=')[0]}"],
+                            capture_output=True, text=True).stdout  # fmt: skip
+    home = tmp_path / "home"
+    (home / "t2r" / ".venv" / "bin").mkdir(parents=True)
+    python = home / "t2r" / ".venv" / "bin" / "python"
+    python.write_text(
+        '#!/usr/bin/env bash\nprintf "%s|" "$@" >>words; echo >>words; [ "$(wc -l <words)" = 2 ] || exit 75\n'
+    )
+    python.chmod(0o755)
+    subprocess.run(
+        ["bash", "-c", script.replace(r"sleep\ 20", r"sleep\ 0") + "\nwait"], cwd=home, check=True, timeout=20
+    )
+    words = (home / "t2r" / "words").read_text().splitlines()
+    assert words == ["-m|t2r|" + "|".join(RUN[1:]) + "|--coordinator=auto|"] * 2
+
+
+def test_slurm_gets_a_job_that_requeues_itself(cloud):
+    launch, tmp_path = cloud
+    done, calls = launch("slurm", "--nodes=2", "--gpus=4", "--partition=gpu", "--time=1:00:00", *RUN)
+    assert done.returncode == 0 and calls == ["sbatch"]
+    script = (tmp_path / "calls.input").read_text()
+    assert "--nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --time=1:00:00" in script and "--partition=gpu" in script
+    assert "--signal=TERM@120" in script and "scontrol requeue" in script and "--coordinator=auto" in script
+    printed, calls = launch("slurm", "--nodes=2", "--gpus=4", "--partition=gpu", "--time=1:00:00", "--dry_run", *RUN)
+    assert not calls and script.strip() in printed.stdout
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+def test_gke_gets_a_job_set(cloud):
+    launch, tmp_path = cloud
+    flags = [
+        "--name=n",
+        "--image=i",
+        "--type=tpu-v5-lite-podslice",
+        "--topology=4x4",
+        "--hosts=4",
+        "--claim=c",
+        "--spot",
+    ]
+    done, calls = launch("gke", "start", *flags, *RUN)
+    assert done.returncode == 0 and calls == ["kubectl apply -f -"], done.stderr
+    job_set = yaml.safe_load((tmp_path / "calls.input").read_text())
+    job = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod = job["template"]["spec"]
+    assert job["parallelism"] == job["completions"] == 4 and job_set["spec"]["failurePolicy"]["maxRestarts"] == 100
+    assert pod["containers"][0]["command"] == [".venv/bin/python", "-m", "t2r", *RUN[1:], "--coordinator=auto"]
+    assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "c"
+    for action, words in (("log", "logs"), ("status", "get"), ("delete", "delete")):
+        _, calls = launch("gke", action, "--name=n")
+        assert len(calls) == 1 and words in calls[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tpu", "crate", "--name=n"], "choose one of create"),
+        (["tpu", "create", "--name=n", "--zone=z"], "--type=... is missing"),
+        (["tpu", "create", "--name=n", "--zone=z", "--typ=v3-8", "more"], "unknown: --typ=v3-8 more"),
+        (["tpu", "start", "--name=n", "--zone=z"], "what to run is missing"),
+        (["tpu", "resume", "--name=new", "--zone=z"], "has not done 'create'"),
+        (["slurm", "--gpus=8", *RUN], "--nodes=... is missing"),
+        (["gke", "start", "--name=n", *RUN], "--image=... is missing"),
+        (["setup", "abacus"], "choose cpu, tpu or cuda"),
+    ],
+)
+def test_mistakes_are_named_and_nothing_runs(cloud, arguments, message):
+    launch, _ = cloud
+    done, calls = launch(*arguments, said=["PREEMPTED"] * 2)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert not [call for call in calls if "create" in call or "apply" in call or "sbatch" in call]
+
+
+@pytest.mark.parametrize("script", ["tpu", "gke", "slurm", "local"])
+def test_help_and_dry_runs_need_nothing(cloud, script):
+    launch, _ = cloud
+    done, calls = launch(script, "--help")
+    assert done.returncode == 0 and f"launch/{script}" in done.stdout and not calls
+
+
+def test_dry_runs_print_what_would_run(cloud):
+    launch, _ = cloud
+    for action, more in (("create", ["--type=v6e-8"]), ("setup", []), ("start", RUN), ("resume", []), ("delete", [])):
+        done, calls = launch("tpu", action, "--name=n", "--zone=z", "--dry_run", *more)
+        assert done.returncode == 0 and not calls and done.stdout, action
+    done, _ = launch("local", "--processes=2", "--port=7777", "--dry_run", *RUN)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and all("--coordinator=localhost:7777" in line and "my\\ runs" in line for line in lines)
+
+
+def test_local_processes_stop_together(cloud):
+    """SIGTERM to the script reaches all of them, and it ends with their status once all have."""
+    _, tmp_path = cloud
+    tree = tmp_path / "tree"
+    (tree / ".venv" / "bin").mkdir(parents=True)
+    python = tree / ".venv" / "bin" / "python"
+    python.write_text('#!/usr/bin/env bash\ntrap "sleep 0.3; touch stopped.$$; exit 143" TERM\ntouch up.$$\n'
+                      'while :; do sleep 0.05; done\n')  # fmt: skip
+    python.chmod(0o755)
+    # The environment counts as made: this test is about processes.
+    (tree / "launch" / "environment.sh").write_text("make_environment() { :; }\n")
+    process = subprocess.Popen(["launch/local", "--processes=3", *RUN], cwd=tree)
+    deadline = time.monotonic() + 20
+    while len(list(tree.glob("up.*"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 143
+    assert len(list(tree.glob("stopped.*"))) == 3
