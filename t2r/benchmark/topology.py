@@ -100,7 +100,7 @@ def lower_decoding(model: LanguageModel, mesh: Mesh, batch: int, length: int) ->
     placed = {name: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16, sharding=a.sharding) for name, a in placed.items()}
     by_rows = NamedSharding(mesh, spec_of(("batch",), (batch,), dict(mesh.shape)))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    state = jax.eval_shape(lambda: model.init_state(batch, length))
+    state = jax.eval_shape(lambda arrays: with_arrays(model, arrays).init_state(batch, length), arrays)
     state = jax.tree.map(lambda leaf: _shape_at(leaf, _by_batch(leaf, batch, mesh)), state)
     ids = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=by_rows)
     done = jax.ShapeDtypeStruct((batch,), jnp.bool_, sharding=by_rows)

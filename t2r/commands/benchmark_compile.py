@@ -9,6 +9,7 @@ It counts a loop's body once, so there is no estimate with config.model.scan_lay
 products take at the peak that the maker states.
 """
 
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ def main() -> dict[str, Any]:
     else:
         report = compile_training(config, _TOPOLOGY.value)
     print(table(["", "compiled, not measured"], [(k, v) for k, v in report.items() if k not in ("programs", "mesh")]))
-    result = {**report, "estimate": True, "environment": environment.describe()}
+    compiler = f"libtpu {importlib.metadata.version('libtpu')}"
+    result = {**report, "estimate": True, "compiler": compiler, "environment": environment.describe()}
     if _OUTPUT.value:
         path = Path(_OUTPUT.value)
         path.parent.mkdir(parents=True, exist_ok=True)

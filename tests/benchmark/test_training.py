@@ -5,10 +5,11 @@ import importlib.util
 import jax
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
-from conftest import micro, micro_mt
+from conftest import linear_spec, micro, micro_mt
 from t2r.benchmark.flops import training_flops
-from t2r.benchmark.topology import compile_training, devices_of
+from t2r.benchmark.topology import compile_training, devices_of, lower_decoding
 from t2r.benchmark.train import measure, words
 from t2r.convert.swap import swap
 from t2r.errors import InputError
@@ -16,6 +17,7 @@ from t2r.model.config import preset
 from t2r.model.loss import Batch, total_loss
 from t2r.model.parameters import abstract_model
 from t2r.train.config import architecture, default_config
+from t2r.train.sharding import make_mesh
 
 
 def shapes(rows, targets, sources=None):
@@ -70,6 +72,14 @@ def test_a_topology_that_is_not_there_is_said():
     if importlib.util.find_spec("libtpu") is None:
         with pytest.raises(InputError, match=r"jax\[tpu\]"):
             devices_of("v2:2x2")
+
+
+@pytest.mark.parametrize("kind", ["softmax", "t2r"])
+def test_a_decoding_step_lowers_for_tpus_with_its_state_divided(kind):
+    mesh = make_mesh(ConfigDict(dict(data=2, tensor=2)))
+    with jax.set_mesh(mesh):
+        lowered = lower_decoding(abstract_model(micro(attention=linear_spec(kind))), mesh, 4, 32)
+    assert '{"data"' in lowered.as_text() and '"tensor"' in lowered.as_text()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
