@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from t2r.attention import linear, softmax
 from t2r.attention.feature_map import T2R, Features, feature_map_class
 from t2r.attention.linear import LinearState
-from t2r.attention.rotary import rotate
+from t2r.attention.rotary import Rotary, rotate
 from t2r.attention.softmax import KVCache
 from t2r.errors import InputError
 
@@ -32,7 +32,10 @@ class Heads:
     kv_heads: int
     head_dim: int
     bias: bool
-    rope_theta: float | None = None  # None: no rotary positions
+    projection_bias: bool | None = None  # of queries, keys and values; None: as bias
+    rotary: Rotary | None = None
+    norm_eps: float | None = None  # of an RMS norm of each query and key, before they are turned; None: there is none
+    window: int = 0  # softmax attention sees so many tokens back, itself included; 0: all
     dropout: float = 0.0
     dtype: str = "float32"  # of activations; parameters are float32
 
@@ -44,10 +47,12 @@ class Heads:
 
 def projection(shape: Heads, heads: int, size: int, rngs: nnx.Rngs, *, bias: bool | None = None) -> nnx.LinearGeneral:
     """width → (heads, size)."""
+    if bias is None:
+        bias = shape.bias if shape.projection_bias is None else shape.projection_bias
     return nnx.LinearGeneral(
         shape.width,
         (heads, size),
-        use_bias=shape.bias if bias is None else bias,
+        use_bias=bias,
         dtype=jnp.dtype(shape.dtype),
         kernel_init=_xavier,
         rngs=rngs,
@@ -84,19 +89,26 @@ class _Projected(_Attention):
         super().__init__(shape, rngs=rngs)
         self.query = projection(shape, shape.heads, shape.head_dim, rngs)
         self.key = projection(shape, shape.kv_heads, shape.head_dim, rngs)
+        if shape.norm_eps is not None:
+            norm = dict(epsilon=shape.norm_eps, dtype=jnp.dtype(shape.dtype), rngs=rngs)
+            self.query_norm, self.key_norm = nnx.RMSNorm(shape.head_dim, **norm), nnx.RMSNorm(shape.head_dim, **norm)
 
     def queries(self, x: Float[Array, "b n width"], positions: Int[Array, "b n"] | None) -> Float[Array, "b n g r d"]:
-        return self._grouped(self._rotated(self.query(x), positions))
+        q = self.query(x)
+        q = q if self.shape.norm_eps is None else self.query_norm(q)
+        return self._grouped(self._rotated(q, positions))
 
     def keys(self, x: Float[Array, "b m width"], positions: Int[Array, "b m"] | None) -> Float[Array, "b m g d"]:
-        return self._rotated(self.key(x), positions)
+        k = self.key(x)
+        k = k if self.shape.norm_eps is None else self.key_norm(k)
+        return self._rotated(k, positions)
 
     def _rotated(self, x: Array, positions: Array | None) -> Array:
-        if self.shape.rope_theta is None:
+        if self.shape.rotary is None:
             return x
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-        return rotate(x, positions, self.shape.rope_theta)
+        return rotate(x, positions, self.shape.rotary)
 
 
 class SoftmaxAttention(_Projected):
@@ -116,12 +128,14 @@ class SoftmaxAttention(_Projected):
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "b n width"], KVCache | None]:
         q, k, v = self.queries(x, positions), self.keys(x, positions), self.value(x)
-        scale, chance = self.shape.query_scale, dict(dropout=self.shape.dropout, key=key)
+        scale, window, chance = self.shape.query_scale, self.shape.window, dict(dropout=self.shape.dropout, key=key)
         if state is None:
-            out = softmax.causal_attend(q, softmax.heads_first(k), softmax.heads_first(v), scale, mask=mask, **chance)
+            k, v = softmax.heads_first(k), softmax.heads_first(v)
+            out = softmax.causal_attend(q, k, v, scale, mask=mask, window=window, **chance)
         else:
             state = softmax.append(state, k, v, mask)
-            out = softmax.attend(q, state.k, state.v, softmax.cached_mask(state, x.shape[1]), scale, **chance)
+            allowed = softmax.cached_mask(state, x.shape[1], window)
+            out = softmax.attend(q, state.k, state.v, allowed, scale, **chance)
         return self._finish(out), state
 
     def remember(self, source: Array, *, mask=None, positions=None, key: PRNGKeyArray | None = None) -> KVCache:

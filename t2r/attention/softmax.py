@@ -90,13 +90,14 @@ def causal_attend(
     scale: float,
     *,
     mask: Bool[Array, "b n"] | None = None,
+    window: int = 0,
     dropout: float = 0.0,
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, "b n g r d"]:
     """The same over each token's own past, without most of the pairs that causality forbids."""
-    if mask is None and (not dropout or key is None) and has_flash_attention(q):
+    if mask is None and not window and (not dropout or key is None) and has_flash_attention(q):
         return _flash_attention(q, k, v, scale)
-    allowed, outs = causal_mask(q.shape[1], mask), []
+    allowed, outs = causal_mask(q.shape[1], mask, window), []
     for number, (first, last) in enumerate(query_blocks(q.shape[1])):
         block_key = None if key is None else jax.random.fold_in(key, number)
         past = slice(None), slice(None), slice(last)
@@ -117,14 +118,21 @@ def _flash_attention(q: Array, k: Array, v: Array, scale: float) -> Float[Array,
     return out.reshape(q.shape)
 
 
-def causal_mask(length: int, mask: Bool[Array, "b m"] | None = None) -> Bool[Array, "#b n m"]:
-    """Which keys each query of the same sequence may see."""
+def causal_mask(length: int, mask: Bool[Array, "b m"] | None = None, window: int = 0) -> Bool[Array, "#b n m"]:
+    """Which keys each query of the same sequence may see: those up to its own, of a `window` only the last so many."""
     allowed = (jnp.arange(length) <= jnp.arange(length)[:, None])[None]
+    if window:
+        position = jnp.arange(length)[None] if mask is None else jnp.cumsum(mask, 1)
+        allowed &= position[:, :, None] - position[:, None, :] < window
     return allowed if mask is None else allowed & mask[:, None, :]
 
 
-def cached_mask(cache: KVCache, length: int) -> Bool[Array, "b n m"]:
+def cached_mask(cache: KVCache, length: int, window: int = 0) -> Bool[Array, "b n m"]:
     """Which slots the queries of the last `length` tokens written may see."""
     slots = jnp.arange(cache.valid.shape[1])
     queries = cache.index - length + jnp.arange(length)
-    return (slots <= queries[:, None])[None] & cache.valid[:, None, :]
+    allowed = (slots <= queries[:, None])[None] & cache.valid[:, None, :]
+    if window:
+        position = jnp.cumsum(cache.valid, 1)  # padding takes none
+        allowed &= jnp.take(position, queries, 1)[:, :, None] - position[:, None, :] < window
+    return allowed

@@ -11,12 +11,13 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from t2r.attention.softmax import KVCache
 from t2r.benchmark import flops
 from t2r.benchmark.flops import training_flops
 from t2r.decode.generate import Generation, scan_steps
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError
-from t2r.model.layout import shardings, spec_of
+from t2r.model.layout import KV_CACHE, LINEAR_STATE, shardings, spec_of
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.model.transformer import LanguageModel
 from t2r.train.shapes import run_of_shapes
@@ -101,7 +102,16 @@ def lower_decoding(model: LanguageModel, mesh: Mesh, batch: int, length: int) ->
     by_rows = NamedSharding(mesh, spec_of(("batch",), (batch,), dict(mesh.shape)))
     everywhere = NamedSharding(mesh, PartitionSpec())
     state = jax.eval_shape(lambda arrays: with_arrays(model, arrays).init_state(batch, length), arrays)
-    state = jax.tree.map(lambda leaf: _shape_at(leaf, _by_batch(leaf, batch, mesh)), state)
+    sizes = dict(mesh.shape)
+
+    def laid_out(layer: Any) -> Any:  # by texts and by heads, as the model itself lays it out
+        names = KV_CACHE if isinstance(layer, KVCache) else LINEAR_STATE
+        place = lambda name, leaf: NamedSharding(mesh, spec_of(names.get(name, ()), leaf.shape, sizes))  # noqa: E731
+        fields = layer._asdict().items()
+        return type(layer)(*(leaf if leaf is None else _shape_at(leaf, place(name, leaf)) for name, leaf in fields))
+
+    layers = tuple(laid_out(layer) for layer in state.layers)
+    state = state._replace(layers=layers, position=_shape_at(state.position, by_rows))
     ids = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=by_rows)
     done = jax.ShapeDtypeStruct((batch,), jnp.bool_, sharding=by_rows)
     key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=everywhere)
@@ -148,12 +158,6 @@ def _report(topology: str, mesh: Mesh, peak: int, programs: dict[str, Program]) 
 
 def _shape_at(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _by_batch(leaf: Any, batch: int, mesh: Mesh) -> NamedSharding:
-    """A layer's state is divided by texts; its heads are divided by the program itself."""
-    dimensions = ("batch",) if leaf.shape and leaf.shape[0] == batch else ()
-    return NamedSharding(mesh, spec_of(dimensions, leaf.shape, dict(mesh.shape)))
 
 
 def _bytes_on_one_device(tree: Any, mesh: Mesh) -> int:

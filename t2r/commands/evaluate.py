@@ -4,9 +4,13 @@ python -m t2r evaluate --model=MODEL --data=builtin:pydoc
 python -m t2r evaluate --model=MODEL --data=text:FILE [--split=all|train|valid|test]
 python -m t2r evaluate --model=MODEL --data=builtin:numbers-en-de
 python -m t2r evaluate --model=MODEL --data=pairs:SOURCE,TARGET [--beam=5 --length_penalty=0.6 --moses=de]
+python -m t2r evaluate --model=MODEL --logits=IN.npz:OUT.npz
 
 Perplexity is that of the last 256 of each 512 tokens (the paper's measure), and over all tokens. BLEU and chrF are
 sacrebleu's, with its signature; --moses adds the paper's tokenised BLEU.
+
+--logits reads `input_ids` (for translation also `decoder_input_ids`, and `attention_mask` if sources are padded) and
+writes `logits`, float32, to be compared with another library's.
 """
 
 import time
@@ -17,8 +21,9 @@ from absl import flags
 
 _MODEL = flags.DEFINE_string("model", None, "Model directory, or builtin:NAME.", required=True)
 _DATA = flags.DEFINE_string(
-    "data", None, "builtin:NAME, text:PATH, pairs:SOURCE,TARGET, tsv:PATH (.gz too) or tfds:NAME.", required=True
+    "data", None, "builtin:NAME, text:PATH, pairs:SOURCE,TARGET, tsv:PATH (.gz too), tfds:NAME."
 )
+_LOGITS = flags.DEFINE_string("logits", None, "IN.npz:OUT.npz: compute logits of given ids, to compare elsewhere.")
 _SPLIT = flags.DEFINE_string("split", None, "train, valid, test or all; default: all of a file, test of others.")
 _WINDOW = flags.DEFINE_integer(
     "window", None, "Tokens the model sees at once, the later half of which is scored; default: 512.", lower_bound=2
@@ -40,6 +45,10 @@ def main() -> dict[str, Any]:
     from t2r.data.pairs import is_pairs
     from t2r.errors import InputError
 
+    if (_DATA.value is None) == (_LOGITS.value is None):
+        raise InputError("say what to score: one of --data=SPEC and --logits=IN.npz:OUT.npz")
+    if _LOGITS.value:
+        return write_logits(model_dir.load(_MODEL.value, dtype=_DTYPE.value).model)
     split = _SPLIT.value or ("test" if _DATA.value.startswith(("builtin:", "tfds:")) else "all")
     content = model_dir.load(_MODEL.value, dtype=_DTYPE.value)
     if is_pairs(_DATA.value) != bool(content.model.config.encoder_layers):
@@ -48,6 +57,28 @@ def main() -> dict[str, Any]:
         raise InputError(f"--data={_DATA.value} is {data}, but --model={_MODEL.value} is {model}")
     result = evaluate_pairs(content, split) if is_pairs(_DATA.value) else evaluate_text(content, split)
     print(table(["measure", split], result.items()))
+    return result
+
+
+def write_logits(model) -> dict[str, Any]:
+    """Logits of the ids in a file, into another."""
+    import numpy as np
+
+    from t2r.console import table
+    from t2r.errors import InputError
+    from t2r.evaluate.logits import logits_of
+
+    source, _, output = _LOGITS.value.partition(":")
+    if not output:
+        raise InputError(f"--logits={_LOGITS.value}: name two files, as in --logits=ids.npz:logits.npz")
+    try:
+        arrays = dict(np.load(source))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {source}: {error}; give a file that numpy.savez has written") from None
+    logits = logits_of(model, arrays)
+    np.savez(output, logits=logits)
+    result = {"logits": output, "shape": list(logits.shape)}
+    print(table(["written", ""], result.items()))
     return result
 
 

@@ -46,8 +46,9 @@ def main() -> dict[str, Any]:
             )
         generation = read(model, generation, encoded) if encoded else generation
     else:
-        # A text begins after the end of another: that is what an empty prompt means.
-        generation = start(model, [ids or [tokenizer.end] for ids in encoded or [[]]], _LENGTH.value, seed=_SEED.value)
+        # A text begins after the end of another: that is what an empty prompt means, and some models always see it.
+        texts = [[tokenizer.end, *ids] if tokenizer.begins or not ids else ids for ids in encoded or [[]]]
+        generation = start(model, texts, _LENGTH.value, seed=_SEED.value)
 
     streaming = len(generation.done) == 1
     printer = Stream(tokenizer, _PROMPT.value[0] if _PROMPT.value else "") if streaming else None

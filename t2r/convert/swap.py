@@ -48,7 +48,8 @@ def swap(
         for place, spec in plan.items():
             if layer not in kept and specs[place][layer].kind == "softmax":
                 setattr(block, place, linearize(getattr(block, place), feature_map, spec.features, rngs=rngs))
-                specs[place][layer] = spec
+                converted = dict(kind=spec.kind, feature_map=spec.feature_map, features=spec.features)
+                specs[place][layer] = dataclasses.replace(specs[place][layer], **converted)
     model.config = dataclasses.replace(config, **{SPECS[place]: tuple(found) for place, found in specs.items()})
     if model.config == config:
         raise InputError(f"nothing to swap: keep={keep!r} leaves no softmax layer among {config.layers}")
@@ -63,6 +64,8 @@ def linearize(
     linear = nnx.eval_shape(lambda: LinearAttention(attention.shape, feature_map, features, rngs=nnx.Rngs(0)))
     linear.query, linear.key = attention.query, attention.key
     linear.value, linear.out = attention.value, attention.out
+    if attention.shape.norm_eps is not None:
+        linear.query_norm, linear.key_norm = attention.query_norm, attention.key_norm
     linear.feature_map = make_feature_map(attention.shape, feature_map, features, rngs=rngs)
     return linear
 

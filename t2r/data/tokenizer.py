@@ -1,6 +1,7 @@
-"""Text ↔ token ids: sentencepiece subwords, or whole words as in WikiText."""
+"""Text ↔ token ids: sentencepiece subwords, whole words as in WikiText, and the tokenizers of imported models."""
 
 import io
+import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -16,8 +17,10 @@ class Tokenizer(Protocol):
 
     kind: str
     vocab_size: int
-    end: int  # the id that stands between texts, and so before the first
+    end: int  # the id that stands between texts, and so before the first; it ends sources and targets of translation
     stop: int  # the id that ends generation; -1: none does
+    start: int  # the id that the target of a translation begins with
+    begins: bool  # whether the model has seen no text without `end` before it
     glue: str  # what stands between a prompt and what follows it
 
     def encode(self, text: str) -> list[int]: ...
@@ -29,14 +32,14 @@ class Tokenizer(Protocol):
 class SentencePiece:
     """Subwords. Unseen characters are spelled in bytes. Of documents, spaces and line ends are kept as they are."""
 
-    kind, glue = "sentencepiece", ""
+    kind, glue, begins = "sentencepiece", "", False
     file = "tokenizer.model"
 
     def __init__(self, model: bytes):
         self._model = model
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.vocab_size = self._processor.vocab_size()
-        self.end = self.stop = self._processor.eos_id()
+        self.end = self.stop = self.start = self._processor.eos_id()
 
     @classmethod
     def train(cls, text: str, vocab_size: int, *, sentences: bool = False) -> "SentencePiece":
@@ -74,7 +77,11 @@ class SentencePiece:
 
     @classmethod
     def load(cls, folder: Path) -> "SentencePiece":
-        return cls((folder / cls.file).read_bytes())
+        return cls.load_file(folder / cls.file)
+
+    @classmethod
+    def load_file(cls, path: Path) -> "SentencePiece":
+        return cls(path.read_bytes())
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
@@ -92,7 +99,7 @@ class SentencePiece:
 class Words:
     """Words between spaces, with `<unk>` for all others and `<eos>` at each line end, as WikiText is scored."""
 
-    kind, glue = "word", " "
+    kind, glue, begins = "word", " ", False
     file = "vocabulary.txt"
     stop = -1  # lines end, texts go on
 
@@ -101,6 +108,7 @@ class Words:
         self._ids = {word: i for i, word in enumerate(words)}
         self.vocab_size = len(words)
         self.end, self._unknown = self._ids["<eos>"], self._ids["<unk>"]
+        self.start = self.end
 
     @classmethod
     def train(cls, text: str, vocab_size: int, *, sentences: bool = False) -> "Words":
@@ -138,22 +146,97 @@ class Words:
         (folder / self.file).write_text("\n".join(self._words), "utf-8")
 
 
-KINDS = {kind.kind: kind for kind in (SentencePiece, Words)}
+class Hub:
+    """The tokenizer of an imported model, a `tokenizer.json`, with the ids that begin and end its texts."""
+
+    kind, glue = "hub", ""
+    file, ids_file = "tokenizer.json", "tokenizer_ids.json"
+
+    def __init__(self, content: str, begin: int | None, stop: int, start: int | None = None):
+        from tokenizers import Tokenizer as Tokens
+
+        self._content, self._begin = content, begin
+        self._tokens = Tokens.from_str(content)
+        self.vocab_size = self._tokens.get_vocab_size()
+        self.stop, self.begins = stop, begin is not None
+        self.end = stop if begin is None else begin
+        self.start = stop if start is None else start
+
+    @classmethod
+    def load(cls, folder: Path) -> "Hub":
+        return cls((folder / cls.file).read_text("utf-8"), **json.loads((folder / cls.ids_file).read_text()))
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokens.encode(text, add_special_tokens=False).ids
+
+    def encode_document(self, text: str) -> list[int]:
+        return [*self.encode(text), *([] if self.stop in (-1, self.end) else [self.stop]), self.end]
+
+    def encode_source(self, text: str) -> list[int]:
+        """A whole sentence as the model saw it in training, with whatever stands around it."""
+        return self._tokens.encode(text).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokens.decode([int(i) for i in ids])
+
+    def save(self, folder: Path) -> None:
+        (folder / self.file).write_text(self._content, "utf-8")
+        ids = {"begin": self._begin, "stop": self.stop, "start": self.start}
+        (folder / self.ids_file).write_text(json.dumps(ids) + "\n")
+
+
+class Pieces:
+    """Marian's: sentencepiece cuts, and a vocabulary of its own numbers the pieces."""
+
+    kind, glue, begins = "pieces", "", False
+    file, vocabulary_file = "pieces.model", "pieces.json"
+
+    def __init__(self, model: bytes, vocabulary: dict[str, int]):
+        self._model, self._vocabulary = model, vocabulary
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self._pieces = {number: piece for piece, number in vocabulary.items()}
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.end = self.stop = vocabulary["</s>"]
+        self.start, self._unknown = vocabulary["<pad>"], vocabulary["<unk>"]
+
+    @classmethod
+    def load(cls, folder: Path) -> "Pieces":
+        return cls((folder / cls.file).read_bytes(), json.loads((folder / cls.vocabulary_file).read_text("utf-8")))
+
+    def encode(self, text: str) -> list[int]:
+        pieces = self._processor.encode(text, out_type=str)
+        return [self._vocabulary.get(piece, self._unknown) for piece in pieces]
+
+    def encode_document(self, text: str) -> list[int]:
+        return [*self.encode(text), self.end]
+
+    def decode(self, ids: list[int]) -> str:
+        special = (self.end, self.start)
+        pieces = [self._pieces.get(int(i), "<unk>") for i in ids if int(i) not in special]
+        return "".join(pieces).replace("\u2581", " ").strip()
+
+    def save(self, folder: Path) -> None:
+        (folder / self.file).write_bytes(self._model)
+        (folder / self.vocabulary_file).write_text(json.dumps(self._vocabulary, ensure_ascii=False), "utf-8")
+
+
+LEARNED = {kind.kind: kind for kind in (SentencePiece, Words)}
+KINDS = (*LEARNED.values(), Hub, Pieces)
 
 
 def train_tokenizer(kind: str, text: str, vocab_size: int, *, sentences: bool = False) -> Tokenizer:
     """A tokenizer of the named kind, learned from a text."""
-    if kind not in KINDS:
-        raise InputError(f"unknown tokenizer {kind!r}: choose one of {', '.join(KINDS)}")
-    return KINDS[kind].train(text, vocab_size, sentences=sentences)
+    if kind not in LEARNED:
+        raise InputError(f"unknown tokenizer {kind!r}: choose one of {', '.join(LEARNED)}")
+    return LEARNED[kind].train(text, vocab_size, sentences=sentences)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer that lies in a folder, whichever kind it is."""
-    for kind in KINDS.values():
+    for kind in KINDS:
         if (folder / kind.file).exists():
             return kind.load(folder)
-    raise InputError(f"no tokenizer in {folder}: expected {' or '.join(kind.file for kind in KINDS.values())}")
+    raise InputError(f"no tokenizer in {folder}: expected {' or '.join(kind.file for kind in KINDS)}")
 
 
 class TokenizerPair(NamedTuple):
@@ -168,11 +251,13 @@ class TokenizerPair(NamedTuple):
 
     def encode_source(self, text: str) -> list[int]:
         """A source sentence with its end."""
+        if hasattr(self.source, "encode_source"):
+            return self.source.encode_source(text)
         return [*self.source.encode(text), self.source.end]
 
     def encode_target(self, text: str) -> list[int]:
-        """A target sentence between ends: the first is what decoding starts from."""
-        return [self.target.end, *self.target.encode(text), self.target.end]
+        """A target sentence between what decoding starts from and its end."""
+        return [self.target.start, *self.target.encode(text), self.target.stop]
 
     def save(self, folder: Path) -> None:
         """A joint tokenizer lies in the folder itself, two in `source` and `target`."""

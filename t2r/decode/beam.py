@@ -64,9 +64,17 @@ class Search(NamedTuple):
 
 
 def translate(
-    model: Seq2Seq, sources: Int[np.ndarray, "b m"], *, end: int, beam: Beam = Beam(), limits: list[int] | None = None
+    model: Seq2Seq,
+    sources: Int[np.ndarray, "b m"],
+    *,
+    end: int,
+    start: int | None = None,
+    beam: Beam = Beam(),
+    limits: list[int] | None = None,
 ) -> list[list[Hypothesis]]:
     """The `beam.size` best translations of each source, best first. Sources are rows of ids ended by PADDING.
+
+    Decoding starts from the token `start`, or from `end` where that is the same.
 
     `limits` is the most tokens each translation may have before its end; see `default_limit`. A source of padding
     alone has no translation.
@@ -80,7 +88,8 @@ def translate(
     # By the width, not by what is in it, so that batches of one width share a program.
     capacity = max(default_limit(sources.shape[1]), *limits) + 1
     graph, arrays = nnx.split(model)
-    found = _search(graph, arrays, sources, np.asarray(limits, np.int32), capacity, end, beam)
+    ends = end if start is None else start, end
+    found = _search(graph, arrays, sources, np.asarray(limits, np.int32), capacity, ends, beam)
     results, scores, counts = (np.asarray(x) for x in found)
     return [
         [
@@ -98,7 +107,7 @@ def default_limit(source_length: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
-def _search(graph, arrays, sources, limits, capacity: int, end: int, beam: Beam):
+def _search(graph, arrays, sources, limits, capacity: int, ends: tuple[int, int], beam: Beam):
     model: Seq2Seq = nnx.merge(graph, arrays)
     batch, size = sources.shape[0], beam.size
     memory = remember(model, sources)
@@ -120,15 +129,15 @@ def _search(graph, arrays, sources, limits, capacity: int, end: int, beam: Beam)
     def more(search: Search) -> Array:
         return ~search.done.all() & (search.step < capacity)
 
-    step = functools.partial(_step, model, limits=limits, end=end, beam=beam)
+    step = functools.partial(_step, model, limits=limits, ends=ends, beam=beam)
     search = jax.lax.while_loop(more, step, search)
     return search.results, search.scores, search.lengths
 
 
-def _step(model: Seq2Seq, search: Search, *, limits: Array, end: int, beam: Beam) -> Search:
+def _step(model: Seq2Seq, search: Search, *, limits: Array, ends: tuple[int, int], beam: Beam) -> Search:
     """One more token for each living beam."""
-    (batch, size), step = search.sums.shape, search.step
-    last = jnp.where(step == 0, end, jax.lax.dynamic_index_in_dim(search.tokens, jnp.maximum(step - 1, 0), 2, False))
+    (batch, size), step, (start, end) = search.sums.shape, search.step, ends
+    last = jnp.where(step == 0, start, jax.lax.dynamic_index_in_dim(search.tokens, jnp.maximum(step - 1, 0), 2, False))
     hidden, state = model(last.reshape(batch * size, 1), state=search.state)
     log_probs = model.log_probs(hidden[:, 0]).reshape(batch, size, -1)
     vocabulary = log_probs.shape[-1]
@@ -177,9 +186,12 @@ def reorder(state: DecodeState, rows: Int[Array, "rows"]) -> DecodeState:
     return DecodeState(layers, position, state.source)
 
 
-def score(model: Seq2Seq, sources: Int[np.ndarray, "b m"], targets: list[list[int]], *, end: int) -> list[float]:
+def score(
+    model: Seq2Seq, sources: Int[np.ndarray, "b m"], targets: list[list[int]], *, end: int, start: int | None = None
+) -> list[float]:
     """The log-probability of given translations, their ends counted, by one pass over each: for rescoring."""
-    rows = pad_rows([[end, *target, end] for target in targets], len(targets), max(map(len, targets)) + 2)
+    start = end if start is None else start
+    rows = pad_rows([[start, *target, end] for target in targets], len(targets), max(map(len, targets)) + 2)
     graph, arrays = nnx.split(model)
     return np.asarray(_score(graph, arrays, Batch(rows, np.asarray(sources, np.int32)))).tolist()
 

@@ -43,14 +43,14 @@ def start(
 
 
 def start_translation(
-    model: Seq2Seq, sources: Int[np.ndarray, "b m"], length: int, *, end: int, seed: int = 0
+    model: Seq2Seq, sources: Int[np.ndarray, "b m"], length: int, *, start: int, seed: int = 0
 ) -> Generation:
     """Reads sources, rows of ids ended by PADDING, with room to translate each into `length` tokens."""
     check_length(model.config, max(sources.shape[1], length + 1))
     check_memory(model, len(sources), length + 1)
     graph, arrays = nnx.split(model)
     state = model.init_state(len(sources), length + 1, _remember(graph, arrays, np.asarray(sources, np.int32)))
-    last, done = jnp.full(len(sources), end, jnp.int32), jnp.zeros(len(sources), bool)
+    last, done = jnp.full(len(sources), start, jnp.int32), jnp.zeros(len(sources), bool)
     return Generation(state, last, done, jax.random.key_data(jax.random.key(seed)))
 
 

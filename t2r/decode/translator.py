@@ -85,12 +85,12 @@ def pad(rows: list[list[int]], count: int) -> np.ndarray:
 
 def _translate(model, tokenizer, rows: np.ndarray, options: Options, first: int) -> list[list[Translation]]:
     if options.sampling is None:
-        found = beam_search.translate(model, rows, end=tokenizer.end, beam=options.beam)
+        found = beam_search.translate(model, rows, start=tokenizer.start, end=tokenizer.stop, beam=options.beam)
         return [[Translation(_line(tokenizer, h.tokens), h.score) for h in hypotheses] for hypotheses in found]
     limits = [default_limit(int(length)) for length in (rows != PADDING).sum(1)]
     seed = options.seed + first  # each batch draws its own
-    generation = start_translation(model, rows, max(limits), end=tokenizer.end, seed=seed)
-    _, found = go_on(model, generation, max(limits), end=tokenizer.end, sampling=options.sampling)
+    generation = start_translation(model, rows, max(limits), start=tokenizer.start, seed=seed)
+    _, found = go_on(model, generation, max(limits), end=tokenizer.stop, sampling=options.sampling)
     return [[Translation(_line(tokenizer, ids[:limit]))] for ids, limit in zip(found, limits)]
 
 

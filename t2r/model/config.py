@@ -7,13 +7,15 @@ from typing import Any
 
 from t2r.attention.feature_map import FEATURE_MAPS
 from t2r.attention.module import Heads
+from t2r.attention.rotary import SCALINGS, Rotary
 from t2r.errors import InputError, raise_all
 
 CHOICES = {
-    "positions": ("sinusoidal", "learned", "rotary", "none"),
+    "positions": ("sinusoidal", "sinusoidal_open", "learned", "rotary", "none"),
+    "rope_scaling": SCALINGS,
     "norm": ("layer", "rms"),
-    "norm_placement": ("before", "after"),
-    "activation": ("relu", "gelu", "swish"),
+    "norm_placement": ("before", "after", "both"),
+    "activation": ("relu", "gelu", "gelu_exact", "swish"),
     "dtype": ("float32", "bfloat16"),
 }
 RATES = ("dropout", "attention_dropout", "activation_dropout", "layer_dropout", "adaptive_dropout")
@@ -28,9 +30,13 @@ class AttentionSpec:
     kind: str = "softmax"
     feature_map: str | None = None
     features: int | None = None
+    window: int = 0  # softmax sees so many tokens back, itself included; 0: all. Linear attention always sees all.
+    rope_theta: float | None = None  # of this layer, with no scaling; None: as the model's
 
     def problems(self, head_dim: int) -> list[str]:
         """Everything wrong with this spec."""
+        if self.window < 0:
+            return [f"window={self.window} must be at least 0 (0: none)"]
         if self.kind == "softmax":
             return []
         if self.kind not in ("linear", "merged"):
@@ -73,17 +79,29 @@ class ModelConfig:
     source_vocab_size: int = 0  # 0: as vocab_size
     shared_embedding: bool = True  # source and target have one table
 
-    positions: str = "sinusoidal"
+    positions: str = "sinusoidal"  # frequencies from 1 to 1/10,000; with _open, that end excluded
+    position_offset: int = 0  # the first token's sinusoidal position
     max_positions: int = 0  # with learned positions
     rope_theta: float = 10_000.0
+    rope_size: int = 0  # dimensions of a head that are turned; 0: all
+    rope_scaling: str = "none"
+    rope_factor: float = 1.0
+    rope_low: float = 1.0
+    rope_high: float = 4.0
+    rope_original: int = 8192
 
     norm: str = "layer"
     norm_placement: str = "before"
     norm_eps: float = 1e-5
     final_norm: bool = True
+    embedding_norm: bool = False  # of embeddings, before the first layer
+    query_norm: bool = False  # RMS norm of each query and key
+    parallel: bool = False  # attention and feed-forward both read the layer's input
     activation: str = "relu"
     gated: bool = False
     bias: bool = True
+    projection_bias: bool | None = None  # of queries, keys and values; None: as bias
+    output_bias: bool = False  # of the logits
 
     scale_embedding: bool = True  # by √width
     tied_output: bool = True
@@ -136,8 +154,14 @@ class ModelConfig:
             found.append(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.head_dim < 1 or (self.head_dim % 2 and self.positions == "rotary"):
             found.append(f"head_dim={self.head_dim} must be at least 1, and even with rotary positions")
-        if self.width % 2 and self.positions == "sinusoidal":
+        if self.width % 2 and self.positions.startswith("sinusoidal"):
             found.append(f"width={self.width} must be even with sinusoidal positions")
+        if self.parallel and self.norm_placement != "before":
+            found.append("parallel layers have norm_placement='before'")
+        if self.rope_size % 2 or self.rope_size > self.head_dim:
+            found.append(f"rope_size={self.rope_size} must be even and at most head_dim={self.head_dim}")
+        if self.output_bias and self.adaptive_cutoffs:
+            found.append("output_bias is for plain embeddings, not with adaptive_cutoffs")
         if self.positions == "learned" and self.max_positions < 1:
             found.append("positions='learned' needs max_positions of at least 1")
         bounds = (0, *self.adaptive_cutoffs, self.vocab_size)
@@ -150,6 +174,8 @@ class ModelConfig:
         for layer, spec in enumerate(self.attention):
             if spec.kind == "merged" and self.positions == "rotary":
                 found.append(f"layer {layer}: rotary positions turn queries between projection and φ: no merging")
+            if spec.kind == "merged" and self.query_norm:
+                found.append(f"layer {layer}: queries are normalised between projection and φ: no merging")
         return found + self._attention_problems("attention") + self._encoder_problems()
 
     def _attention_problems(self, name: str) -> list[str]:
@@ -186,15 +212,29 @@ class ModelConfig:
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             bias=self.bias,
-            rope_theta=self.rope_theta if self.positions == "rotary" else None,
+            projection_bias=self.projection_bias,
+            rotary=self._rotary if self.positions == "rotary" else None,
+            norm_eps=self.norm_eps if self.query_norm else None,
             dropout=self.attention_dropout,
             dtype=self.dtype,
         )
 
     @property
+    def _rotary(self) -> Rotary:
+        scaling = dict(factor=self.rope_factor, low=self.rope_low, high=self.rope_high, original=self.rope_original)
+        return Rotary(self.rope_theta, self.rope_size, self.rope_scaling, **scaling)
+
+    def heads_of(self, spec: AttentionSpec) -> Heads:
+        """The shape of attention in a layer that has a window or rotary positions of its own."""
+        heads = dataclasses.replace(self.attention_heads, window=spec.window)
+        if spec.rope_theta is None or heads.rotary is None:
+            return heads
+        return dataclasses.replace(heads, rotary=Rotary(spec.rope_theta, self.rope_size))
+
+    @property
     def cross_heads(self) -> Heads:
         """The shape of attention over the encoder: positions of two sentences have no angle between them."""
-        return dataclasses.replace(self.attention_heads, rope_theta=None)
+        return dataclasses.replace(self.attention_heads, rotary=None)
 
     def replace(self, **fields: Any) -> "ModelConfig":
         """A copy with some fields changed; validated again."""

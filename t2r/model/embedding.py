@@ -21,6 +21,8 @@ class PlainEmbedding(nnx.Module):
         self.table = nnx.Param(init(rngs.params(), (size, config.width)))
         if not (config.tied_output or source):
             self.output = nnx.Param(init(rngs.params(), (size, config.width)))
+        has_bias = config.output_bias and not source
+        self.bias = nnx.Param(jnp.zeros(size)) if has_bias else None
         self.dtype = jnp.dtype(config.dtype)
         self.tied = config.tied_output
 
@@ -33,8 +35,13 @@ class PlainEmbedding(nnx.Module):
 
     def log_probs(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
         """Logarithms of the probabilities of all tokens, in float32."""
+        return jax.nn.log_softmax(self.logits(x))
+
+    def logits(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
+        """What probabilities are the softmax of, in float32."""
         table = self._output().astype(x.dtype)
-        return jax.nn.log_softmax(jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32))
+        logits = jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)
+        return logits if self.bias is None else logits + self.bias[...]
 
     def loss(
         self,
@@ -44,7 +51,11 @@ class PlainEmbedding(nnx.Module):
         smoothing: float = 0.0,
     ) -> Float[Array, "b n"]:
         """Negative log-likelihood of each target, of which `smoothing` is spread evenly over the vocabulary."""
-        return cross_entropy(x, constrain(self._output(), ("vocabulary", None)), targets, smoothing=smoothing)
+        table = constrain(self._output(), ("vocabulary", None))
+        if self.bias is not None:  # a column of the table, of which every token has one
+            table = jnp.concatenate([table, self.bias[...][:, None]], 1)
+            x = jnp.concatenate([x, jnp.ones_like(x[..., :1])], -1)
+        return cross_entropy(x, table, targets, smoothing=smoothing)
 
 
 class AdaptiveEmbedding(nnx.Module):
@@ -125,9 +136,12 @@ def make_embedding(config: ModelConfig, *, rngs: nnx.Rngs) -> PlainEmbedding | A
     return (AdaptiveEmbedding if config.adaptive_cutoffs else PlainEmbedding)(config, rngs=rngs)
 
 
-def sinusoids(positions: Int[Array, "b n"], width: int) -> Float[Array, "b n width"]:
-    """sin and cos of the positions at geometric frequencies, from 1 to 1/10,000, sines first."""
+def sinusoids(positions: Int[Array, "b n"], width: int, *, is_open: bool = False) -> Float[Array, "b n width"]:
+    """sin and cos of the positions at geometric frequencies, from 1 to 1/10,000, sines first.
+
+    That end is among them, as in the paper's toolkit, or with `is_open` the next one would be, as in Marian.
+    """
     half = width // 2
-    frequency = jnp.exp(-jnp.log(10_000.0) * jnp.arange(half) / max(half - 1, 1))
+    frequency = jnp.exp(-jnp.log(10_000.0) * jnp.arange(half) / (half if is_open else max(half - 1, 1)))
     angle = positions[..., None] * frequency
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1)

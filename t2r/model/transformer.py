@@ -18,7 +18,12 @@ from t2r.model.config import AttentionSpec, ModelConfig
 from t2r.model.embedding import PlainEmbedding, make_embedding, sinusoids
 from t2r.model.layout import HIDDEN, KV_CACHE, LINEAR_STATE, constrain
 
-ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "swish": jax.nn.silu}
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "gelu": jax.nn.gelu,  # by tanh
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "swish": jax.nn.silu,
+}
 
 
 class DecodeState(NamedTuple):
@@ -67,7 +72,7 @@ class FeedForward(nnx.Module):
 
 class Block(nnx.Module):
     """Attention, in a translation model's decoder attention over the source, and feed-forward, each on a residual
-    branch, with the norm before or after."""
+    branch, with the norm before it, after it, or both; in `parallel` layers both read the same input."""
 
     def __init__(
         self,
@@ -79,14 +84,17 @@ class Block(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.attention_norm = make_norm(config, rngs=rngs)
-        self.attention = make_attention(config.attention_heads, spec, rngs=rngs)
+        self.attention = make_attention(config.heads_of(spec), spec, rngs=rngs)
         if cross is not None:
             self.cross_norm = make_norm(config, rngs=rngs)
             self.cross = make_attention(config.cross_heads, cross, rngs=rngs)
         self.feedforward_norm = make_norm(config, rngs=rngs)
         self.feedforward = FeedForward(config, rngs=rngs)
-        self.causal = causal
-        self.norm_before = config.norm_placement == "before"
+        if config.norm_placement == "both":
+            self.attention_out_norm = make_norm(config, rngs=rngs)
+            self.feedforward_out_norm = make_norm(config, rngs=rngs)
+        self.causal, self.parallel = causal, config.parallel
+        self.norm_placement = config.norm_placement
         self.dropout = config.dropout
 
     def __call__(
@@ -112,19 +120,26 @@ class Block(nnx.Module):
             queries = x.reshape(jax.tree.leaves(source)[0].shape[0], -1, x.shape[-1])
             return self.cross.recall(queries, source, key=_cross_key(key)).reshape(x.shape), None
 
-        x, state = self._branch(x, self.attention_norm, attend, key, 0)
+        def feed(x: Array) -> tuple[Array, None]:
+            return self.feedforward(x, feedforward_key), None
+
+        before = x
+        x, state = self._branch(x, x, "attention", attend, key, 0)
         if source is not None:
-            x, _ = self._branch(x, self.cross_norm, attend_to_source, key, 4)
-        x, _ = self._branch(x, self.feedforward_norm, lambda x: (self.feedforward(x, feedforward_key), None), key, 1)
+            x, _ = self._branch(x, x, "cross", attend_to_source, key, 4)
+        x, _ = self._branch(x, before if self.parallel else x, "feedforward", feed, key, 1)
         return constrain(x, HIDDEN), state
 
     def _branch(
-        self, x: Array, norm: nnx.Module, function: Callable[[Array], tuple[Array, Any]], key, fold: int
+        self, x: Array, read: Array, name: str, function: Callable[[Array], tuple[Array, Any]], key, fold: int
     ) -> tuple[Array, Any]:
-        """x + function(x), normalised where the model does it, and whatever else the function returns."""
-        out, other = function(norm(x) if self.norm_before else x)
+        """x + function(what is read), normalised where the model does it, and whatever else the function returns."""
+        norm = getattr(self, f"{name}_norm")
+        out, other = function(read if self.norm_placement == "after" else norm(read))
+        if self.norm_placement == "both":
+            out = getattr(self, f"{name}_out_norm")(out)
         x = x + dropout(out, self.dropout, key, fold)
-        return x if self.norm_before else norm(x), other
+        return norm(x) if self.norm_placement == "after" else x, other
 
     def remember(self, source: Float[Array, "b m width"], *, mask=None, key: PRNGKeyArray | None = None) -> State:
         """What this layer keeps of an encoded source; in training, with the key of the call that will read it."""
@@ -201,15 +216,18 @@ def learned_positions(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param | None:
     return nnx.Param(init(rngs.params(), (config.max_positions, config.width)))
 
 
-def embed(config: ModelConfig, embedding: nnx.Module, learned: nnx.Param | None, tokens: Array, positions: Array):
+def embed(model: "LanguageModel | Encoder", embedding: nnx.Module, tokens: Array, positions: Array) -> Array:
     """Tokens and where they stand, as the first layer's input."""
+    config = model.config
     x = embedding.embed(tokens)
     x = x * config.width**0.5 if config.scale_embedding else x
-    if config.positions == "sinusoidal":
-        x += sinusoids(positions, config.width)
-    elif learned is not None:
-        x += learned[...][positions]
-    return constrain(x.astype(jnp.dtype(config.dtype)), HIDDEN)
+    if config.positions.startswith("sinusoidal"):
+        is_open = config.positions == "sinusoidal_open"
+        x += sinusoids(positions + config.position_offset, config.width, is_open=is_open)
+    elif model.positions is not None:
+        x += model.positions[...][positions]
+    x = x.astype(jnp.dtype(config.dtype))
+    return constrain(x if model.embedding_norm is None else model.embedding_norm(x), HIDDEN)
 
 
 class LanguageModel(nnx.Module):
@@ -219,6 +237,7 @@ class LanguageModel(nnx.Module):
         self.config = config
         self.embedding = make_embedding(config, rngs=rngs)
         self.positions = learned_positions(config, rngs)
+        self.embedding_norm = make_norm(config, rngs=rngs) if config.embedding_norm else None
         cross = config.cross_attention or [None] * config.layers
         self.blocks = nnx.List(Block(config, spec, over, rngs=rngs) for spec, over in zip(config.attention, cross))
         self.final_norm = make_norm(config, rngs=rngs) if config.final_norm else None
@@ -241,7 +260,7 @@ class LanguageModel(nnx.Module):
         start = 0 if state is None else state.position[:, None]
         positions = start + jnp.cumsum(real, 1) - 1
         source = source if state is None else state.source
-        x = embed(self.config, self.embedding, self.positions, tokens, positions)
+        x = embed(self, self.embedding, tokens, positions)
         x = dropout(x, self.config.dropout, key, 0)
         if state is None:
             x = run_layers(self.blocks, self.config, x, sources=source, mask=mask, positions=positions, key=key)
@@ -285,6 +304,7 @@ class Encoder(nnx.Module):
         self.config = config
         self.embedding = None if config.shared_embedding else PlainEmbedding(config, source=True, rngs=rngs)
         self.positions = learned_positions(config, rngs)
+        self.embedding_norm = make_norm(config, rngs=rngs) if config.embedding_norm else None
         self.blocks = nnx.List(Block(config, causal=False, rngs=rngs) for _ in range(config.encoder_layers))
         self.final_norm = make_norm(config, rngs=rngs) if config.final_norm else None
 
@@ -292,7 +312,7 @@ class Encoder(nnx.Module):
         """The last hidden layer of each token; `shared` is the target's embedding, for models that have but one."""
         positions = jnp.maximum(jnp.cumsum(mask, 1) - 1, 0)
         embedding = shared if self.embedding is None else self.embedding
-        x = embed(self.config, embedding, self.positions, tokens, positions)
+        x = embed(self, embedding, tokens, positions)
         x = dropout(x, self.config.dropout, key, 0)
         x = run_layers(self.blocks, self.config, x, mask=mask, positions=positions, key=key)
         return x if self.final_norm is None else self.final_norm(x)

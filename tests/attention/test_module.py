@@ -11,7 +11,7 @@ from flax import nnx
 from conftest import error
 from t2r.attention import linear, softmax
 from t2r.attention.module import Heads, LinearAttention, SoftmaxAttention
-from t2r.attention.rotary import rotate
+from t2r.attention.rotary import Rotary, rotate
 
 SHAPE = Heads(width=16, heads=4, kv_heads=2, head_dim=4, bias=True)
 KINDS = ["softmax", "t2r", "elu", "rfa", "performer"]
@@ -76,7 +76,7 @@ def test_grouped_heads_are_full_heads_with_repeated_keys(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rotary_attention_depends_on_distance_alone_where_it_should(kind):
     """Softmax scores depend on relative positions only; every kind decodes as it trains."""
-    attention = make(kind, dataclasses.replace(SHAPE, rope_theta=100.0))
+    attention = make(kind, dataclasses.replace(SHAPE, rotary=Rotary(100.0)))
     x = sequence(8)
     positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
     out, _ = attention(x, positions=positions)

@@ -134,7 +134,7 @@ def test_batches_padding_greedy_and_rescoring(kind):
 
     limit = 8
     narrow = translate(model, sources_of(rows, 12), end=END, beam=Beam(1), limits=[limit] * 3)
-    generation = start_translation(model, sources_of(rows, 12), limit, end=END)
+    generation = start_translation(model, sources_of(rows, 12), limit, start=END)
     _, greedy = go_on(model, generation, limit, end=END)
     assert [hypotheses[0].tokens for hypotheses in narrow] == greedy
 
@@ -171,7 +171,7 @@ def test_sampled_translations_follow_their_seed():
     model = model_of("hybrid")
     sources = sources_of(random_sources([5, 3], 12), 5)
     texts = [
-        go_on(model, start_translation(model, sources, 9, end=END, seed=s), 9, end=END, sampling=Sampling(1.0))[1]
+        go_on(model, start_translation(model, sources, 9, start=END, seed=s), 9, end=END, sampling=Sampling(1.0))[1]
         for s in (1, 1, 2)
     ]
     assert texts[0] == texts[1] != texts[2]

@@ -1,0 +1,1 @@
+"""Models of other libraries → model directories: tables of names, and what each config field means."""
