@@ -92,7 +92,7 @@ def test_rotary_attention_depends_on_distance_alone_where_it_should(kind):
 def test_rotation_turns_and_does_not_stretch():
     x = jax.random.normal(jax.random.key(0), (1, 5, 2, 6))
     positions = jnp.arange(5)[None]
-    turned = rotate(x, positions, 50.0)
+    turned = rotate(x, positions, Rotary(50.0))
     np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
     np.testing.assert_allclose(turned[:, 0], x[:, 0], rtol=1e-6)
     expected = x[0, 2, 0, 0] * np.cos(2.0) - x[0, 2, 0, 3] * np.sin(2.0)  # the first pair turns by the position itself

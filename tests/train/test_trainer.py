@@ -16,6 +16,7 @@ from t2r.__main__ import main
 from t2r.errors import InputError
 from t2r.train import trainer
 from t2r.train.config import load_config
+from t2r.train.metrics import read_metrics
 from tests.train.runs import ROOT, command, environment, losses, train
 
 PAIRS = """
