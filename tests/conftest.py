@@ -1,7 +1,9 @@
 """Shared set-up: eight CPU devices, checked array shapes, and small models."""
 
 import functools
+import json
 import os
+import sys
 from pathlib import Path
 
 # Eight devices, for meshes of three axes. Programs here are small and run once: compiling them is most of the
@@ -28,9 +30,11 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from absl import flags  # noqa: E402
 from flax import nnx  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from t2r.__main__ import main  # noqa: E402
 from t2r.data.tokenizer import SentencePiece  # noqa: E402
 from t2r.model import transformer  # noqa: E402
 from t2r.model.config import AttentionSpec, ModelConfig, preset  # noqa: E402
@@ -124,3 +128,20 @@ def config_file(tmp_path, text_file):
     path = tmp_path / "config.py"
     path.write_text(CONFIG.format(text=text_file))
     return path
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs a command in this process: (status, its JSON or what it printed as error)."""
+
+    def run(*arguments: str) -> tuple[int, dict | str]:
+        # Commands define the same flags, some of them required: those of an earlier one must go.
+        for name in [name for name in sys.modules if name.startswith("t2r.commands.")]:
+            for flag in list(flags.FLAGS.flags_by_module_dict().get(name, [])):
+                delattr(flags.FLAGS, flag.name)
+            del sys.modules[name]
+        monkeypatch.setattr(sys, "argv", ["t2r", *arguments])
+        status, printed = main(list(arguments)), capsys.readouterr()
+        return status, json.loads(printed.out.splitlines()[-1]) if status == 0 else printed.err
+
+    return run

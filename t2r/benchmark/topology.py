@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from t2r.attention.softmax import KVCache
-from t2r.benchmark import flops
+from t2r.benchmark.flops import peak as peak_flops
 from t2r.benchmark.flops import training_flops
 from t2r.decode.generate import Generation, scan_steps
 from t2r.decode.sampling import Sampling
@@ -69,7 +69,7 @@ def compile_training(config: ConfigDict, topology: str) -> dict[str, Any]:
     tokens = run.tokens * config.accumulate
     work = training_flops(run.model.config, run.batch) * config.accumulate
     return _report(topology, mesh, peak, programs) | {
-        "least_seconds": work / mesh.size / flops.peak(mesh.devices.flat[0]),
+        "least_seconds": work / mesh.size / peak_flops(mesh.devices.flat[0]),
         "step_seconds": seconds,
         "tokens_per_step": tokens,
         "tokens_per_second": tokens / seconds if seconds else None,

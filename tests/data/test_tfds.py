@@ -1,14 +1,12 @@
 """Data sets written as ArrayRecord from local files, and read by a run that cannot import TensorFlow."""
 
 import gzip
-import json
 import os
 import subprocess
 import sys
 
 import pytest
 
-from t2r.__main__ import main
 from t2r.data.pairs import load_pairs, number_pairs
 from t2r.data.prepared import prepare_tokens
 from t2r.data.sources import load_documents
@@ -22,28 +20,20 @@ ARTICLE = (
 )
 
 
-def prepare(monkeypatch, capsys, *flags):
-    arguments = ["prepare", *flags]
-    monkeypatch.setattr(sys, "argv", ["t2r", *arguments])
-    status = main(arguments)
-    printed = capsys.readouterr()
-    return status, json.loads(printed.out.splitlines()[-1]) if status == 0 else printed.err
-
-
 @pytest.fixture
 def data_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
     return tmp_path / "tfds"
 
 
-def test_a_wikitext_is_its_files_article_by_article(tmp_path, data_dir, monkeypatch, capsys):
+def test_a_wikitext_is_its_files_article_by_article(tmp_path, data_dir, call):
     files = tmp_path / "wiki"
     files.mkdir()
     texts = {}
     for split, count in (("train", 40), ("valid", 3), ("test", 2)):
         texts[split] = "".join(ARTICLE.format(i=i, split=split) for i in range(count))
         (files / f"wiki.{split}.tokens.gz").write_bytes(gzip.compress(texts[split].encode()))
-    status, result = prepare(monkeypatch, capsys, "--name=wikitext103", f"--files={files}")
+    status, result = call("prepare", "--name=wikitext103", f"--files={files}")
     assert status == 0 and (result["train"], result["validation"], result["test"]) == (40, 3, 2)
     for split, text in texts.items():
         assert "".join(load_documents("tfds:wikitext103", split)) == text
@@ -60,7 +50,7 @@ def test_articles_begin_at_titles_only():
     assert "".join(found) == text and [article.split("=")[1].strip() for article in found] == ["One", "Two"]
 
 
-def test_a_run_on_prepared_pairs_never_sees_tensorflow(tmp_path, data_dir, monkeypatch, capsys):
+def test_a_run_on_prepared_pairs_never_sees_tensorflow(tmp_path, data_dir, call):
     """Two corpora to train on; languages in either order; a trainer in which TensorFlow cannot be imported."""
     files, pairs = tmp_path / "files", number_pairs(1000)
     files.mkdir()
@@ -68,7 +58,7 @@ def test_a_run_on_prepared_pairs_never_sees_tensorflow(tmp_path, data_dir, monke
     for name, part in parts.items():
         for side, language in enumerate(("en", "de")):
             (files / f"{name}.{language}").write_text("".join(pair[side] + "\n" for pair in part))
-    status, result = prepare(monkeypatch, capsys, "--name=sentence_pairs/en-de", f"--files={files}")
+    status, result = call("prepare", "--name=sentence_pairs/en-de", f"--files={files}")
     assert status == 0 and result["train"] == 900
     assert list(load_pairs("tfds:sentence_pairs/en-de,en,de", "train")) == pairs[:900]
     assert load_pairs("tfds:sentence_pairs/en-de,de,en", "test")[3] == pairs[953][::-1]
@@ -88,7 +78,7 @@ def test_a_run_on_prepared_pairs_never_sees_tensorflow(tmp_path, data_dir, monke
     assert "900 pairs" in run.stderr
 
 
-def test_what_is_missing_is_said(tmp_path, data_dir, monkeypatch, capsys):
+def test_what_is_missing_is_said(tmp_path, data_dir, call):
     with pytest.raises(InputError, match="run launch/prepare_data --name=wikitext103"):
         load_documents("tfds:wikitext103", "train")
     for flags, message in [
@@ -99,5 +89,5 @@ def test_what_is_missing_is_said(tmp_path, data_dir, monkeypatch, capsys):
         (["--name=sentence_pairs/en-de", f"--files={tmp_path}"], "has no train*.en, valid*.en, test*.en"),
     ]:
         (tmp_path / "something").touch()
-        status, printed = prepare(monkeypatch, capsys, *flags)
+        status, printed = call("prepare", *flags)
         assert status == 2 and message.lower() in printed.lower(), printed

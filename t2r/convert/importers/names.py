@@ -21,10 +21,6 @@ class Row(NamedTuple):
     turn: Turn = lambda x, config: x
 
 
-def same(x: np.ndarray, config: ModelConfig) -> np.ndarray:
-    return x
-
-
 def transposed(x: np.ndarray, config: ModelConfig) -> np.ndarray:
     """(outputs, inputs) → (inputs, outputs)."""
     return x.T
