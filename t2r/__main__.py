@@ -52,8 +52,10 @@ def parse_flags(command, arguments: list[str]) -> None:
     """Reads the flags; whatever is wrong with one is bad input."""
     from t2r.errors import InputError
 
-    if hasattr(command, "check_arguments"):
-        command.check_arguments(arguments)
+    if hasattr(command, "_CONFIG"):
+        from t2r.train.config import check_arguments
+
+        check_arguments(arguments)
     try:
         rest = flags.FLAGS(arguments)[1:]
     except (flags.Error, TypeError, ValueError) as error:

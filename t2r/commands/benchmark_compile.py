@@ -25,21 +25,17 @@ _LENGTH = flags.DEFINE_integer("length", 512, "Decoding: tokens of each text.", 
 _OUTPUT = flags.DEFINE_string("output", None, "File for the report, as JSON.")
 
 
-def check_arguments(arguments: list[str]) -> None:
-    from t2r.train.config import check_arguments
-
-    check_arguments(arguments)
-
-
 def main() -> dict[str, Any]:
     import os
+
+    import jax
 
     # The compiler must neither look for a TPU nor ask a cloud about one.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v2-8")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")
 
     from t2r import environment
     from t2r.benchmark.topology import compile_decoding, compile_training

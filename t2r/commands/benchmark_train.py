@@ -20,12 +20,6 @@ _OUTPUT = flags.DEFINE_string("output", None, "File to add the result to, as a l
 _PROFILE = flags.DEFINE_string("profile", None, "Directory for a profile of one more step.")
 
 
-def check_arguments(arguments: list[str]) -> None:
-    from t2r.train.config import check_arguments
-
-    check_arguments(arguments)
-
-
 def main() -> dict[str, Any]:
     from t2r import environment
     from t2r.benchmark.train import measure

@@ -24,12 +24,6 @@ _PROCESS = flags.DEFINE_integer("process", -1, "Which of them this is, from 0.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; made if it is not there.", required=True)
 
 
-def check_arguments(arguments: list[str]) -> None:
-    from t2r.train.config import check_arguments
-
-    check_arguments(arguments)
-
-
 def main() -> dict[str, Any]:
     from t2r import processes
     from t2r.console import table

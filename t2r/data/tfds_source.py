@@ -38,7 +38,7 @@ def open_split(name: str, split: str, fields: Sequence[str], make: Callable[[dic
 
     folder = data_dir()
     try:
-        builder = tfds.builder_from_directory(_newest_version(folder / name))
+        builder = tfds.builder_from_directory(_newest_version(folder, name))
         missing = [field for field in fields if field not in builder.info.features]
         if missing:
             raise InputError(f"tfds:{name} has no {', '.join(missing)}: it has {', '.join(builder.info.features)}")
@@ -50,11 +50,11 @@ def open_split(name: str, split: str, fields: Sequence[str], make: Callable[[dic
         raise InputError(f"tfds:{name} in {folder} cannot be read ({reason}): prepare it again") from None
 
 
-def _newest_version(folder: Path) -> Path:
-    versions = sorted(path for path in folder.glob("*.*.*") if (path / "dataset_info.json").exists())
+def _newest_version(folder: Path, name: str) -> Path:
+    versions = sorted(path for path in (folder / name).glob("*.*.*") if (path / "dataset_info.json").exists())
     if not versions:
         raise InputError(
-            f"no prepared data set in {folder}: run launch/prepare_data --name={folder.name}, or set TFDS_DATA_DIR to "
+            f"no prepared data set in {folder / name}: run launch/prepare_data --name={name}, or set TFDS_DATA_DIR to "
             "where it is"
         )
     return versions[-1]

@@ -125,6 +125,15 @@ def fields_of(config: ConfigDict, prefix: str = "") -> list[str]:
     return names
 
 
+def conversion(config: ConfigDict) -> dict:
+    """The arguments of `swap` that a config asks for; {} if it asks for none."""
+    plan = config.convert
+    if not plan.feature_map:
+        return {}
+    sizes = {"features": plan.features or None, "cross_features": plan.cross_features or None}
+    return {**plan, **sizes, "seed": config.seed}
+
+
 def architecture(name: str, **fields) -> ConfigDict:
     """All fields of a model preset, for a run that starts from random initialisation."""
     model = preset(name, **fields).to_dict()

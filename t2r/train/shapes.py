@@ -16,6 +16,7 @@ from t2r.model.config import ModelConfig, from_dict, preset
 from t2r.model.loss import Batch
 from t2r.model.parameters import abstract_model, arrays_of, trainable_names
 from t2r.model.transformer import LanguageModel
+from t2r.train.config import conversion
 from t2r.train.optimizer import make_optimizer
 from t2r.train.sharding import batch_ways
 from t2r.train.step import Step, TrainState, init_state
@@ -53,12 +54,8 @@ def run_of_shapes(config: ConfigDict, mesh: Mesh) -> Run:
 
 def model_of_shapes(config: ConfigDict) -> LanguageModel:
     """Its model, converted as the config says."""
-    convert, fields = config.convert, architecture_of(config)
-    model = abstract_model(fields)
-    if not convert.feature_map:
-        return model
-    plan = {**convert, "features": convert.features or None, "cross_features": convert.cross_features or None}
-    return jax.eval_shape(lambda: swap(model, **plan, seed=config.seed))
+    model, plan = abstract_model(architecture_of(config)), conversion(config)
+    return jax.eval_shape(lambda: swap(model, **plan)) if plan else model
 
 
 def architecture_of(config: ConfigDict) -> ModelConfig:

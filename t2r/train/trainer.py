@@ -31,7 +31,7 @@ from t2r.model.layout import shardings
 from t2r.model.parameters import arrays_of, count, trainable_names, with_arrays
 from t2r.model.transformer import LanguageModel, make_model
 from t2r.train.checkpoint import Checkpoints
-from t2r.train.config import MAY_CHANGE, check
+from t2r.train.config import MAY_CHANGE, check, conversion
 from t2r.train.metrics import Metrics, read_metrics
 from t2r.train.optimizer import make_optimizer, make_schedule
 from t2r.train.sharding import batch_ways, make_mesh, place, read_part
@@ -116,7 +116,6 @@ def write_config(config: ConfigDict, workdir: Path) -> None:
 
 def build(config: ConfigDict, workdir: Path) -> tuple[LanguageModel, Tokenizer | TokenizerPair, list[dict]]:
     """The model to train, its tokenizer, and what happened to it before."""
-    convert = config.convert
     if config.init_from:
         model, tokenizer, provenance = model_dir.load(config.init_from, **config.model)
         history = provenance["history"]
@@ -124,9 +123,8 @@ def build(config: ConfigDict, workdir: Path) -> tuple[LanguageModel, Tokenizer |
         tokenizer = learn_tokenizer(config, workdir)
         model = make_model(from_dict({**config.model, **vocabulary(tokenizer)}), rngs=nnx.Rngs(config.seed))
         history = []
-    if convert.feature_map:
-        plan = {**convert, "features": convert.features or None, "cross_features": convert.cross_features or None}
-        model = swap(model, **plan, seed=config.seed)
+    if plan := conversion(config):
+        model = swap(model, **plan)
         history = [*history, {"action": "swap", **plan}]
     return model, tokenizer, history
 
