@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from t2r.attention.causal import query_blocks
-from t2r.attention.dropout import dropout as drop
+from t2r.attention.causal import drop_weights, query_blocks
 from t2r.attention.feature_map import Features, Normalizer
+from t2r.attention.kernels import chunks, pairs
+from t2r.attention.kernels.blocks import available
 
 # Stands for −∞ where −∞ − (−∞) must not become NaN.
 LOWEST = -1e30
@@ -67,12 +68,13 @@ def quadratic(
     mask: Bool[Array, "b m"] | None = None,
     causal: bool = True,
     offset: int = 0,
+    length: int | None = None,
     dropout: float = 0.0,
     key: PRNGKeyArray | None = None,
 ) -> tuple[Float[Array, "b n g r d"], LinearState]:
     """The definition: all pairs of query and key. Alone in having dropout, which falls on normalised weights.
 
-    The first query stands beside key number `offset`.
+    The first query stands beside key number `offset`; `length` is that of the sequence these are a block of.
     """
     older, state = state, initial_state(k, v) if state is None else state
     similarity, kept = _similarities(q, k, state, mask, causal, offset)
@@ -81,7 +83,8 @@ def quadratic(
         values = q.values.astype(jnp.float32) * kept
         below += jnp.einsum("bngrk,bgk->bgnr", values, state.z)
     divisor = normalizer(below)[..., None]
-    similarity = drop(similarity, dropout, key)  # as on the normalised weights: each is dropped or kept whole
+    # As on the normalised weights: each is dropped or kept whole.
+    similarity = drop_weights(similarity, dropout, key, first=offset, length=length)
     out = jnp.einsum("bgnrm,bmgd->bgnrd", similarity.astype(v.dtype), v, preferred_element_type=jnp.float32)
     if older is not None:
         out += jnp.einsum("bngrk,bgkd->bgnrd", values, state.S)
@@ -186,8 +189,14 @@ def causal_attention(
     q: Features, k: Features, v: Array, normalizer: Normalizer, *, state=None, mask=None, dropout=0.0, key=None
 ) -> tuple[Array, LinearState]:
     """Causal attention in the form that suits the length. The one place that chooses."""
-    length = v.shape[1]
-    if dropout and key is not None:
+    length, drops = v.shape[1], bool(dropout) and key is not None
+    if length > 128 and state is None and k.log_scale is None and available(q.values, v):
+        k = _without_padding(k, mask)
+        after = update(initial_state(k, v), k, v)
+        if drops:
+            return pairs.attention(q.values, k.values, v, normalizer=normalizer, dropout=dropout, key=key), after
+        return chunks.attention(q.values, k.values, v, normalizer), after
+    if drops:
         return _in_blocks(q, k, v, normalizer, state, mask, dropout, key)
     if length == 1:
         return recurrent(q, k, v, normalizer, state=state, mask=mask)
@@ -202,9 +211,9 @@ def _in_blocks(q, k, v, normalizer, state, mask, dropout, key) -> tuple[Array, L
         return jax.tree.map(lambda array: array[:, first:last], x)
 
     outs = []
-    for number, (first, last) in enumerate(query_blocks(v.shape[1])):
+    chance = dict(length=v.shape[1], dropout=dropout, key=key)
+    for first, last in query_blocks(v.shape[1]):
         here, (keys, values, seen) = cut(q, first, last), cut((k, v, mask), 0, last)
-        chance = dict(dropout=dropout, key=jax.random.fold_in(key, number))
         out, after = quadratic(here, keys, values, normalizer, state=state, mask=seen, offset=first, **chance)
         outs.append(out)
     return jnp.concatenate(outs, 1), after

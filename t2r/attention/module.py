@@ -130,7 +130,6 @@ class SoftmaxAttention(_Projected):
         q, k, v = self.queries(x, positions), self.keys(x, positions), self.value(x)
         scale, window, chance = self.shape.query_scale, self.shape.window, dict(dropout=self.shape.dropout, key=key)
         if state is None:
-            k, v = softmax.heads_first(k), softmax.heads_first(v)
             out = softmax.causal_attend(q, k, v, scale, mask=mask, window=window, **chance)
         else:
             state = softmax.append(state, k, v, mask)
@@ -200,10 +199,40 @@ class LinearAttention(_Linear, _Projected):
         return self.feature_map.normalizer
 
     def query_features(self, x: Array, positions: Array | None, key: PRNGKeyArray | None) -> Features:
+        if self._worth_merging(x):
+            return Features(jax.nn.relu(self._grouped(_project(x, *self.merged("query")))))
         return self.feature_map(self.queries(x, positions), is_query=True, key=key)
 
     def key_features(self, x: Array, positions: Array | None, key: PRNGKeyArray | None) -> Features:
+        if self._worth_merging(x):
+            return Features(jax.nn.relu(_project(x, *self.merged("key"))))
         return self.feature_map(self.keys(x, positions), is_query=False, key=key)
+
+    @property
+    def mergeable(self) -> bool:
+        """Whether nothing stands between the projections and φ's own product."""
+        return isinstance(self.feature_map, T2R) and self.shape.rotary is None and self.shape.norm_eps is None
+
+    def merged(self, name: str) -> tuple[Float[Array, "width h k"], Float[Array, "h k"]]:
+        """W̃ and b̃ of the projection `name`, with which φ = relu(W̃ x + b̃).
+
+        With s = d^-½: W̃q = s·Wφ Wq, b̃q = s·Wφ bq + bφ, W̃k = Wφ Wk, b̃k = Wφ bk + bφ.
+        """
+        before, scale = getattr(self, name), self.feature_map.query_scale if name == "query" else 1.0
+        kernel = before.kernel[...]
+        per_map = kernel.shape[1] // self.shape.kv_heads  # queries have several heads to each φ
+        weight, bias = (jnp.repeat(x[...], per_map, 0) for x in (self.feature_map.weight, self.feature_map.bias))
+        moved = 0.0 if before.bias is None else scale * jnp.einsum("hd,hkd->hk", before.bias[...], weight)
+        return scale * jnp.einsum("ehd,hkd->ehk", kernel, weight), moved + bias
+
+    def _worth_merging(self, x: Float[Array, "b n width"]) -> bool:
+        """Whether one narrow product for all these tokens, and one to make it, are fewer operations than two each."""
+        width, size = x.shape[-1], self.shape.head_dim
+        if not self.mergeable:
+            return False
+        features = self.feature_map.weight.shape[1]
+        apart, together = width * size + size * features, width * features
+        return x.shape[0] * x.shape[1] * (apart - together) > width * size * features
 
 
 class MergedLinearAttention(_Linear):
@@ -224,6 +253,10 @@ class MergedLinearAttention(_Linear):
 
     def key_features(self, x: Array, positions: Array | None, key: PRNGKeyArray | None) -> Features:
         return Features(jax.nn.relu(self.key(x)))
+
+
+def _project(x: Float[Array, "b n width"], kernel: Array, bias: Array) -> Float[Array, "b n h k"]:
+    return jnp.einsum("bne,ehk->bnhk", x, kernel.astype(x.dtype)) + bias.astype(x.dtype)
 
 
 def make_feature_map(shape: Heads, name: str, features: int | None, *, rngs: nnx.Rngs) -> nnx.Module:

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from t2r.attention.causal import query_blocks
-from t2r.attention.dropout import dropout as drop
+from t2r.attention.causal import drop_weights, query_blocks
+from t2r.attention.kernels import pairs
+from t2r.attention.kernels.blocks import available
 
 NEGATIVE = -1e30  # finite, so that a query that may see nothing (padding) gives no NaN
 
@@ -75,18 +76,20 @@ def attend(
     allowed: Bool[Array, "#b #n m"],
     scale: float,
     *,
+    offset: int = 0,
+    length: int | None = None,
     dropout: float = 0.0,
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, "b n g r d"]:
-    """Σ softmax(scale · q·k) v over the allowed keys."""
-    distribution = drop(weights(q, k, allowed, scale), dropout, key)
+    """Σ softmax(scale · q·k) v over the allowed keys; with `offset` and `length`, of a block of a longer sequence."""
+    distribution = drop_weights(weights(q, k, allowed, scale), dropout, key, first=offset, length=length)
     return jnp.einsum("bgnrm,bgmd->bngrd", distribution.astype(v.dtype), v)
 
 
 def causal_attend(
     q: Float[Array, "b n g r d"],
-    k: Float[Array, "b g n d"],
-    v: Float[Array, "b g n d"],
+    k: Float[Array, "b n g d"],
+    v: Float[Array, "b n g d"],
     scale: float,
     *,
     mask: Bool[Array, "b n"] | None = None,
@@ -95,26 +98,29 @@ def causal_attend(
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, "b n g r d"]:
     """The same over each token's own past, without most of the pairs that causality forbids."""
-    if mask is None and not window and (not dropout or key is None) and has_flash_attention(q):
-        return _flash_attention(q, k, v, scale)
-    allowed, outs = causal_mask(q.shape[1], mask, window), []
-    for number, (first, last) in enumerate(query_blocks(q.shape[1])):
-        block_key = None if key is None else jax.random.fold_in(key, number)
-        past = slice(None), slice(None), slice(last)
-        seen = allowed[:, first:last, :last]
-        outs.append(attend(q[:, first:last], k[past], v[past], seen, scale, dropout=dropout, key=block_key))
+    length, drops = q.shape[1], bool(dropout) and key is not None
+    if mask is None and not window:
+        if drops and length > 128 and available(q, v):
+            return pairs.attention(q, k, v, scale=scale, dropout=dropout, key=key)
+        if not drops and has_flash_attention(q):
+            return _flash_attention(q, k, v, scale)
+    k, v, allowed, outs = heads_first(k), heads_first(v), causal_mask(length, mask, window), []
+    for first, last in query_blocks(length):
+        past, seen = (slice(None), slice(None), slice(last)), allowed[:, first:last, :last]
+        block = dict(offset=first, length=length, dropout=dropout, key=key)
+        outs.append(attend(q[:, first:last], k[past], v[past], seen, scale, **block))
     return outs[0] if len(outs) == 1 else jnp.concatenate(outs, 1)
 
 
 def has_flash_attention(q: Array) -> bool:
-    """Whether cuDNN's kernel, which never writes the weights down, takes these queries."""
+    """Whether cuDNN's kernel, which never writes the weights down and drops none of them, takes these queries."""
     return jax.default_backend() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0
 
 
 def _flash_attention(q: Array, k: Array, v: Array, scale: float) -> Float[Array, "b n g r d"]:
     batch, n, groups, per_group, size = q.shape
-    flat, keys, values = q.reshape(batch, n, groups * per_group, size), heads_first(k), heads_first(v)
-    out = jax.nn.dot_product_attention(flat, keys, values, scale=scale, is_causal=True, implementation="cudnn")
+    flat = q.reshape(batch, n, groups * per_group, size)
+    out = jax.nn.dot_product_attention(flat, k, v, scale=scale, is_causal=True, implementation="cudnn")
     return out.reshape(q.shape)
 
 

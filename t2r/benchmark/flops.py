@@ -22,26 +22,36 @@ def peak(device: jax.Device) -> float | None:
 def training_flops(config: ModelConfig, batch: Batch) -> float:
     """Operations of one step's forward and backward pass (twice the forward) on a batch of this shape.
 
-    Products only. Causal attention counts the half it needs; of an adaptive softmax only the first band counts, which
-    every token needs; dropped layers count.
+    Products only, and those that the function needs: causal attention counts half of all pairs, φ its merged form
+    where there is one, an adaptive softmax the first band, which every token needs, and layer dropout the layers that
+    it leaves on average.
     """
     rows, targets = batch.tokens.shape[0], batch.tokens.shape[1] - 1
-    total = targets * _output(config)
     feedforward = (3 if config.gated else 2) * config.width * config.feedforward
+    total = 0.0
     for spec in config.attention:
-        total += targets * (_projections(config) + feedforward) + _attention(config, spec, targets, targets) / 2
+        queries, keys = _projections(config, spec)
+        total += targets * (queries + keys + feedforward) + _attention(config, spec, targets, targets) / 2
     if config.encoder_layers:
-        sources = batch.source.shape[1]
+        sources, plain = batch.source.shape[1], AttentionSpec()
         for spec in config.cross_attention:
-            total += (targets + sources) / 2 * _projections(config) + _attention(config, spec, targets, sources)
-        encoder = sources * (_projections(config) + feedforward) + _attention(config, AttentionSpec(), sources, sources)
-        total += config.encoder_layers * encoder
-    return 3 * 2 * rows * total
+            queries, keys = _projections(config, spec)
+            total += targets * queries + sources * keys + _attention(config, spec, targets, sources)
+        encoder = sources * (sum(_projections(config, plain)) + feedforward)
+        total += config.encoder_layers * (encoder + _attention(config, plain, sources, sources))
+    return 3 * 2 * rows * ((1 - config.layer_dropout) * total + targets * _output(config))
 
 
-def _projections(config: ModelConfig) -> int:
-    """Multiplications per token: queries and outputs, keys and values."""
-    return 2 * config.width * config.head_dim * (config.heads + config.kv_heads)
+def _projections(config: ModelConfig, spec: AttentionSpec) -> tuple[int, int]:
+    """Multiplications per token of queries and outputs, and of keys and values."""
+    narrow = config.head_dim
+    if _merges(config, spec):
+        narrow = min(narrow, spec.features)
+    return tuple(config.width * heads * (narrow + config.head_dim) for heads in (config.heads, config.kv_heads))
+
+
+def _merges(config: ModelConfig, spec: AttentionSpec) -> bool:
+    return spec.feature_map == "t2r" and config.positions != "rotary" and not config.query_norm
 
 
 def _attention(config: ModelConfig, spec: AttentionSpec, queries: int, keys: int) -> float:
@@ -49,7 +59,7 @@ def _attention(config: ModelConfig, spec: AttentionSpec, queries: int, keys: int
     size = config.heads * config.head_dim
     if spec.kind == "softmax":
         return 2 * queries * keys * size
-    maps = 0 if spec.kind == "merged" or spec.feature_map == "elu" else spec.features * size
+    maps = 0 if _merges(config, spec) or spec.feature_map == "elu" else spec.features * size
     return 2 * (queries + keys) / 2 * (2 * spec.features * size + 2 * maps)
 
 

@@ -1,11 +1,7 @@
-"""The last step of conversion: φ folded into the projections, for inference.
-
-With s = d^-½: W̃q = s·Wφ Wq, b̃q = s·Wφ bq + bφ, W̃k = Wφ Wk, b̃k = Wφ bk + bφ.
-"""
+"""The last step of conversion: φ folded into the projections, for inference."""
 
 import dataclasses
 
-import jax.numpy as jnp
 from flax import nnx
 
 from t2r.attention.module import LinearAttention, MergedLinearAttention
@@ -43,16 +39,11 @@ def merge(model: LanguageModel) -> LanguageModel:
 
 def merge_attention(attention: LinearAttention) -> MergedLinearAttention:
     """One layer's merge."""
-    shape, phi = attention.shape, attention.feature_map
-    weight, bias = phi.weight[...], phi.bias[...]  # (g, k, d), (g, k)
-    group = shape.heads // shape.kv_heads
-    merged = nnx.eval_shape(lambda: MergedLinearAttention(shape, weight.shape[1], rngs=nnx.Rngs(0)))
+    features = attention.feature_map.weight.shape[1]
+    merged = nnx.eval_shape(lambda: MergedLinearAttention(attention.shape, features, rngs=nnx.Rngs(0)))
     merged.value, merged.out = attention.value, attention.out
-    # Queries have `group` heads to each φ, keys have one.
-    per_query = jnp.repeat(weight, group, 0), jnp.repeat(bias, group, 0)
-    for name, scale, (w, b) in [("query", phi.query_scale, per_query), ("key", 1.0, (weight, bias))]:
-        before, after = getattr(attention, name), getattr(merged, name)
-        after.kernel = nnx.Param(scale * jnp.einsum("ehd,hkd->ehk", before.kernel[...], w))
-        moved = 0.0 if before.bias is None else scale * jnp.einsum("hd,hkd->hk", before.bias[...], w)
-        after.bias = nnx.Param(moved + b)
+    for name in ("query", "key"):
+        kernel, bias = attention.merged(name)
+        projection = getattr(merged, name)
+        projection.kernel, projection.bias = nnx.Param(kernel), nnx.Param(bias)
     return merged

@@ -135,7 +135,8 @@ class Block(nnx.Module):
     ) -> tuple[Array, Any]:
         """x + function(what is read), normalised where the model does it, and whatever else the function returns."""
         norm = getattr(self, f"{name}_norm")
-        out, other = function(read if self.norm_placement == "after" else norm(read))
+        with jax.named_scope(name):  # profiles say where time goes
+            out, other = function(read if self.norm_placement == "after" else norm(read))
         if self.norm_placement == "both":
             out = getattr(self, f"{name}_out_norm")(out)
         x = x + dropout(out, self.dropout, key, fold)

@@ -61,7 +61,8 @@ def test_a_query_that_sees_nothing_gives_no_nan():
 def test_causal_attention_in_blocks_is_causal_attention(length):
     """At lengths that do not divide; with padding."""
     shape = (2, length, 2, 3, 4)
-    q, k, v = (jax.random.normal(jax.random.key(i), shape if i == 0 else (2, 2, length, 4)) for i in range(3))
+    q, k, v = (jax.random.normal(jax.random.key(i), shape if i == 0 else (2, length, 2, 4)) for i in range(3))
     mask = jnp.arange(length)[None] != jnp.array([[1], [length // 2 + 1]])
-    expected = softmax.attend(q, k, v, softmax.causal_mask(length, mask), 0.5)
+    heads = softmax.heads_first
+    expected = softmax.attend(q, heads(k), heads(v), softmax.causal_mask(length, mask), 0.5)
     assert error(softmax.causal_attend(q, k, v, 0.5, mask=mask), expected) < 1e-6

@@ -1,0 +1,78 @@
+"""The kernels, interpreted, against the forms in plain JAX; and lowered for the devices they are for."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from conftest import error
+from t2r.attention import linear, softmax
+from t2r.attention.feature_map import Features, Normalizer
+from t2r.attention.kernels import chunks, pairs
+
+CLAMPED, ADDED = Normalizer(clamp=True, value=2.0), Normalizer(clamp=False, value=1e-2)
+
+
+def arrays(batch, length, groups, per_group, features, size, dtype=np.float32):
+    chance = np.random.default_rng(0)
+    normal = lambda *shape: chance.standard_normal(shape, np.float32).astype(dtype)  # noqa: E731
+    q, k = normal(batch, length, groups, per_group, features), normal(batch, length, groups, features)
+    v, upstream = normal(batch, length, groups, size), normal(batch, length, groups, per_group, size)
+    return np.maximum(q, 0), np.maximum(k, 0), v, upstream
+
+
+def output_and_gradients(function, q, k, v, upstream):
+    out, pull = jax.vjp(function, q, k, v)
+    return out, *pull(upstream)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize(
+    "length, per_group, normalizer", [(80, 1, CLAMPED), (50, 3, ADDED), (20, 2, CLAMPED)], ids=["even", "odd", "one"]
+)
+def test_the_kernel_of_chunks_is_linear_attention(platform, length, per_group, normalizer):
+    """With its gradients; over several segments of chunks, with a length that does not divide, and within one."""
+    inputs = arrays(2, length, 2, per_group, 8, 16)
+    kernel = functools.partial(
+        chunks.attention, normalizer=normalizer, platform=platform, interpret=True, chunk=16, segment=32
+    )
+    plain = lambda q, k, v: linear.quadratic(Features(q), Features(k), v, normalizer)[0]  # noqa: E731
+    found, expected = (jax.jit(functools.partial(output_and_gradients, f))(*inputs) for f in (kernel, plain))
+    for actual, wanted in zip(found, expected):
+        assert error(actual, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("normalizer", [None, CLAMPED, ADDED], ids=["softmax", "clamped", "added"])
+def test_the_kernel_of_pairs_is_attention_with_dropout(normalizer):
+    """The same weights are dropped as in plain JAX, in whichever blocks; gradients included."""
+    inputs = arrays(2, 300, 1, 2, 16, 16)
+    rate, key = 0.3, jax.random.key(3)
+
+    def kernel(q, k, v):
+        scale = 0.3 if normalizer is None else 1.0
+        settings = dict(scale=scale, normalizer=normalizer, dropout=rate, key=key)
+        return pairs.attention(q, k, v, **settings, interpret=True, block=32)
+
+    def plain(q, k, v):
+        if normalizer is None:
+            return softmax.causal_attend(q, k, v, 0.3, dropout=rate, key=key)
+        return linear.causal_attention(Features(q), Features(k), v, normalizer, dropout=rate, key=key)[0]
+
+    found, expected = (jax.jit(functools.partial(output_and_gradients, f))(*inputs) for f in (kernel, plain))
+    for actual, wanted in zip(found, expected):
+        assert error(actual, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_kernels_lower_for_their_devices(platform):
+    """At the paper's sizes, in bfloat16, forwards and backwards."""
+    q, k, v, upstream = (jnp.asarray(x, jnp.bfloat16) for x in arrays(1, 1024, 2, 1, 32, 128))
+    kinds = [functools.partial(chunks.attention, normalizer=CLAMPED, platform="tpu" if platform == "tpu" else "gpu")]
+    if platform == "cuda":
+        kinds.append(functools.partial(pairs.attention, normalizer=CLAMPED, dropout=0.1, key=jax.random.key(0)))
+    for kind in kinds:
+        step = jax.jit(functools.partial(output_and_gradients, kind))
+        text = step.trace(q, k, v, upstream).lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("custom_call") >= 2
