@@ -86,6 +86,7 @@ def evaluate_text(content, split: str) -> dict[str, Any]:
     """Perplexities of a text."""
     from t2r.data.prepared import tokenize
     from t2r.data.sources import load_documents
+    from t2r.data.tokenizer import Words
     from t2r.evaluate.perplexity import bits_per_byte, per_word, perplexity
 
     model, tokenizer, _ = content
@@ -100,7 +101,7 @@ def evaluate_text(content, split: str) -> dict[str, Any]:
         "bits_per_byte": bits_per_byte(scores, text),
         "tokens": scores.tokens,
     }
-    if tokenizer.kind == "word":
+    if isinstance(tokenizer, Words):
         # A word the vocabulary lacks costs only as much as <unk>: no fair count of bits.
         result["unknown_words"] = tokenizer.unknown(tokens)
     return result

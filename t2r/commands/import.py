@@ -1,9 +1,15 @@
-"""Import a pretrained transformer: a Hugging Face directory becomes a model directory of ours.
+"""Import a pretrained transformer: a Hugging Face directory or a fairseq checkpoint becomes a model directory of ours.
 
-python -m t2r import --source=DIR --output=MODEL
+python -m t2r import --source=DIR_OR_FILE --output=MODEL
 
-Known are Llama and its relatives (Mistral, Qwen2, Qwen3, SmolLM), Gemma 3, GPT-2, GPT-NeoX and Pythia, OPT, and for
-translation Marian (OPUS-MT), BART and mBART. The tokenizer comes along. To check the result against any library:
+Hugging Face: Llama and its relatives (Mistral, Qwen2, Qwen3, SmolLM), Gemma 3, GPT-2, GPT-NeoX and Pythia, OPT, and for
+translation Marian (OPUS-MT), BART and mBART.
+
+fairseq: transformer_lm, with adaptive input and softmax or without, and transformer for translation: a .pt
+file, or a directory with one (checkpoint_best.pt or model.pt among several), beside it dict.txt, or dict.SOURCE.txt and
+dict.TARGET.txt, and bpecodes or code if there are byte-pair codes. Nothing in the checkpoint is executed.
+
+The tokenizer comes along. To check the result against any library:
 python -m t2r evaluate --model=MODEL --logits=IN.npz:OUT.npz
 """
 
@@ -12,7 +18,9 @@ from typing import Any
 
 from absl import flags
 
-_SOURCE = flags.DEFINE_string("source", None, "Directory with config.json, safetensors and a tokenizer.", required=True)
+_SOURCE = flags.DEFINE_string(
+    "source", None, "Directory with config.json, safetensors and a tokenizer; or a fairseq checkpoint.", required=True
+)
 _OUTPUT = flags.DEFINE_string("output", None, "Model directory to write; must not exist.", required=True)
 
 
@@ -20,19 +28,17 @@ def main() -> dict[str, Any]:
     from t2r import environment
     from t2r.console import table
     from t2r.convert import model_dir
-    from t2r.convert.importers import hugging_face, tokenizers
     from t2r.errors import InputError
     from t2r.model.parameters import abstract_model, count, with_arrays
 
     source, output = Path(_SOURCE.value), Path(_OUTPUT.value)
     if output.exists():
         raise InputError(f"--output={output} exists already: choose another or remove it")
-    config, arrays, theirs = hugging_face.read(source)
-    tokenizer = tokenizers.read(source, theirs, translates=bool(config.encoder_layers))
+    config, arrays, tokenizer, family, architecture = read(source)
     entry = {
         "action": "import",
         "source": str(source),
-        "architecture": theirs.get("architectures"),
+        "architecture": architecture,
         "environment": environment.describe(),
     }
     model = with_arrays(abstract_model(config), arrays)
@@ -40,10 +46,28 @@ def main() -> dict[str, Any]:
     kind = getattr(tokenizer, "target", tokenizer).kind
     result = {
         "model": str(output),
-        "family": theirs["model_type"],
+        "family": family,
         "parameters": count(arrays),
         "layers": config.layers,
         "tokenizer": kind,
     }
     print(table(["imported", ""], result.items()))
     return result
+
+
+def read(source: Path) -> tuple:
+    """A model's config, arrays and tokenizer, and the names of its family and architecture, whoever wrote it."""
+    from t2r.convert.importers import fairseq, hugging_face, tokenizers
+    from t2r.errors import InputError
+
+    if (source / "config.json").exists():
+        config, arrays, theirs = hugging_face.read(source)
+        tokenizer = tokenizers.read(source, theirs, translates=bool(config.encoder_layers))
+        return config, arrays, tokenizer, theirs["model_type"], theirs.get("architectures")
+    checkpoint = fairseq.find(source)
+    if checkpoint is None:
+        raise InputError(f"no {source / 'config.json'} (Hugging Face), and no .pt file (fairseq): nothing to import")
+    config, arrays, settings = fairseq.read(checkpoint)
+    tokenizer = tokenizers.fairseq(checkpoint.parent, settings, config)
+    family = "transformer" if config.encoder_layers else "transformer_lm"
+    return config, arrays, tokenizer, f"fairseq {family}", settings["arch"]

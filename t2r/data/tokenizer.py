@@ -1,5 +1,6 @@
 """Text ↔ token ids: sentencepiece subwords, whole words as in WikiText, and the tokenizers of imported models."""
 
+import functools
 import io
 import json
 import os
@@ -9,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import sentencepiece
 
+from t2r.data.byte_pairs import BytePairs
 from t2r.errors import InputError
 
 
@@ -101,13 +103,14 @@ class Words:
 
     kind, glue, begins = "word", " ", False
     file = "vocabulary.txt"
+    line_end = "<eos>"
     stop = -1  # lines end, texts go on
 
     def __init__(self, words: list[str]):
         self._words = words
         self._ids = {word: i for i, word in enumerate(words)}
         self.vocab_size = len(words)
-        self.end, self._unknown = self._ids["<eos>"], self._ids["<unk>"]
+        self.end, self._unknown = self._ids[self.line_end], self._ids["<unk>"]
         self.start = self.end
 
     @classmethod
@@ -144,6 +147,58 @@ class Words:
 
     def save(self, folder: Path) -> None:
         (folder / self.file).write_text("\n".join(self._words), "utf-8")
+
+
+class FairseqWords(Words):
+    """The dictionary of an imported language model: words likewise, and other names for the ends of lines."""
+
+    kind, file, line_end = "fairseq_word", "dictionary.txt", "</s>"
+
+
+class FairseqSubwords:
+    """A dictionary of subwords, of which all that go on end in `@@`. Words are made by Moses' rules for a language and
+    cut by byte-pair codes; without codes a text must come cut, with spaces between its subwords."""
+
+    kind, glue, begins = "fairseq_subword", " ", True
+    file = "subwords.json"
+
+    def __init__(self, words: list[str], codes: str | None = None, language: str | None = None):
+        self._words, self._codes, self._language = words, codes, language
+        self._ids = {word: i for i, word in enumerate(words)}
+        self.vocab_size = len(words)
+        self.end = self.stop = self.start = self._ids["</s>"]
+        self._hidden, self._unknown = {self._ids["<s>"], self._ids["<pad>"]}, self._ids["<unk>"]
+        self._cut = functools.lru_cache(2**16)(BytePairs(codes)) if codes else lambda word: [word]
+
+    @classmethod
+    def load(cls, folder: Path) -> "FairseqSubwords":
+        return cls(**json.loads((folder / cls.file).read_text("utf-8")))
+
+    @functools.cached_property
+    def _moses(self):
+        from sacremoses import MosesDetokenizer, MosesTokenizer
+
+        return MosesTokenizer(self._language), MosesDetokenizer(self._language)
+
+    def encode(self, text: str) -> list[int]:
+        ids = []
+        for line in text.split("\n"):
+            # With dashes apart and characters escaped, as in the data these models were trained on.
+            words = self._moses[0].tokenize(line, aggressive_dash_splits=True) if self._language else line.split()
+            ids += [self._ids.get(piece, self._unknown) for word in words for piece in self._cut(word)] + [self.end]
+        return ids[:-1]
+
+    def encode_document(self, text: str) -> list[int]:
+        return [*self.encode(text.removesuffix("\n")), self.end]
+
+    def decode(self, ids: list[int]) -> str:
+        pieces = ["\n" if i == self.end else self._words[i] for i in ids if i not in self._hidden]
+        lines = f"{' '.join(pieces)} ".replace("@@ ", "").split("\n")
+        return "\n".join(self._moses[1].detokenize(line.split()) if self._language else line.strip() for line in lines)
+
+    def save(self, folder: Path) -> None:
+        content = {"words": self._words, "codes": self._codes, "language": self._language}
+        (folder / self.file).write_text(json.dumps(content, ensure_ascii=False), "utf-8")
 
 
 class Hub:
@@ -221,7 +276,7 @@ class Pieces:
 
 
 LEARNED = {kind.kind: kind for kind in (SentencePiece, Words)}
-KINDS = (*LEARNED.values(), Hub, Pieces)
+KINDS = (*LEARNED.values(), FairseqWords, FairseqSubwords, Hub, Pieces)
 
 
 def train_tokenizer(kind: str, text: str, vocab_size: int, *, sentences: bool = False) -> Tokenizer:

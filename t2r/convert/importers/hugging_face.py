@@ -415,6 +415,12 @@ def seq2seq_rows(c: Fields) -> list[Row]:
         Row("encoder.embedding.table", "encoder.embed_tokens.weight"),
         Row("embedding.bias", "final_logits_bias", lambda x, config: x[0]),
     ]
+    return rows + stack_rows()
+
+
+def stack_rows() -> list[Row]:
+    """All but the embeddings of encoder and decoder, as BART and Marian name them, and fairseq before them."""
+    rows = []
     for ours, theirs, blocks in (("", "decoder.", "blocks"), ("encoder.", "encoder.", "encoder.blocks")):
         layer = f"{theirs}layers.{{i}}."
         rows.append(Row(f"{ours}positions", f"{theirs}embed_positions.weight", lambda x, config: x[2:]))

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from t2r.data.tokenizer import Hub, Pieces, SentencePiece, Tokenizer, TokenizerPair
-from t2r.errors import InputError
+from t2r.console import say
+from t2r.data.tokenizer import FairseqSubwords, FairseqWords, Hub, Pieces, SentencePiece, Tokenizer, TokenizerPair
+from t2r.errors import InputError, raise_all
+from t2r.model.config import ModelConfig
 
 
 def read(folder: Path, config: dict[str, Any], *, translates: bool) -> Tokenizer | TokenizerPair:
@@ -46,6 +48,61 @@ def marian(folder: Path) -> TokenizerPair:
     target = _json(folder / "target_vocab.json") or found
     sides = Pieces((folder / "source.spm").read_bytes(), found), Pieces((folder / "target.spm").read_bytes(), target)
     return TokenizerPair(*sides)
+
+
+def fairseq(folder: Path, settings: dict[str, Any], config: ModelConfig) -> Tokenizer | TokenizerPair:
+    """fairseq's dictionaries, with the byte-pair codes that may lie beside them."""
+    if settings.get("bpe") not in (None, "subword_nmt", "fastbpe"):
+        raise InputError(f"bpe={settings['bpe']!r} cannot be read: subword_nmt and fastbpe can")
+    found = [folder / name for name in ("bpecodes", "code") if (folder / name).exists()]
+    codes = _text(found[0]) if found else None
+    uses_moses = codes is not None and settings.get("tokenizer") in (None, "moses")
+    if not config.encoder_layers:
+        words = dictionary(folder / "dict.txt", config.vocab_size)
+        # Language models do not say what language they are of; Moses' rules differ in little but abbreviations.
+        return FairseqSubwords(words, codes, "en" if uses_moses else None) if codes else FairseqWords(words)
+    if codes is None:
+        say(f"no bpecodes in {folder}: texts to translate must come in the model's own subwords, spaces between them")
+    sides = []
+    for side, size in (("source", config.source_vocab_size), ("target", config.vocab_size)):
+        language = settings.get(f"{side}_lang")
+        if not language:
+            raise InputError(f"the checkpoint has no {side}_lang: it does not say which dictionary is which")
+        words = dictionary(folder / f"dict.{language}.txt", size)
+        sides.append(FairseqSubwords(words, codes, language if uses_moses else None))
+    return TokenizerPair(*sides)
+
+
+def dictionary(path: Path, size: int) -> list[str]:
+    """The words of a fairseq dictionary, `word count` a line, after the four that all of them have."""
+    words, problems = ["<s>", "<pad>", "</s>", "<unk>"], []
+    known = set(words)
+    for number, line in enumerate(_text(path).removesuffix("\n").split("\n"), 1):
+        # A word may come again, and then replaces the one before it, which keeps its number.
+        again = line.rstrip().endswith(" #fairseq:overwrite")
+        word, _, count = line.rstrip().removesuffix(" #fairseq:overwrite").rpartition(" ")
+        if not count.isdigit():
+            problems.append(f"line {number} is {line!r}, not a word and its count")
+        elif word in known and not again:
+            problems.append(f"line {number}: {word!r} is there already")
+        words.append(word)
+        known.add(word)
+    raise_all(f"{path} is no fairseq dictionary:", problems[:10])
+    if len(words) != size:
+        raise InputError(
+            f"{path} has {len(words):,} words, four of all dictionaries included, and the model's embedding {size:,}: "
+            "it is the vocabulary of another model"
+        )
+    return words
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except FileNotFoundError:
+        raise InputError(f"no {path}: it belongs beside the checkpoint") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: byte {error.start}") from None
 
 
 def _begins(content: str, begin: int | None) -> bool:
