@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import PROSE
-from t2r.data.tokenizer import SentencePiece, Words, load_tokenizer, train_tokenizer
+from t2r.data.byte_pairs import BytePairs
+from t2r.data.tokenizer import FairseqSubwords, FairseqWords, SentencePiece, Words, load_tokenizer, train_tokenizer
 from t2r.errors import InputError
 
 TOKENIZER = SentencePiece.train(PROSE, 300)
@@ -41,6 +42,44 @@ def test_tokenizers_survive_the_disk(kind, tmp_path):
     tokenizer = train_tokenizer(kind, PROSE, 300 if kind == "sentencepiece" else 0)
     tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path).encode("The old boat moves") == tokenizer.encode("The old boat moves")
+
+
+CODES = "l o\nlo w</w>\nlo w\ne r</w>\nlo w\n"
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
+
+
+@pytest.mark.parametrize("codes", [f"#version: 0.2\n{CODES}", CODES.replace("\n", " 7\n")])
+def test_byte_pairs_are_joined_in_their_order(codes):
+    cut = BytePairs(codes)
+    assert [cut(word) for word in ("low", "lower", "l")] == [["low"], ["low@@", "er"], ["l"]]
+    assert cut("lolo") == ["lo@@", "l@@", "o"], "the last character is another than within the word"
+    with pytest.raises(InputError, match="'one'"):
+        BytePairs("one\n")
+
+
+def test_the_oldest_byte_pairs_end_words_by_a_piece_of_its_own():
+    cut = BytePairs("l o\nlo w\nlow </w>\n")
+    assert [cut(word) for word in ("low", "lows", "lolo")] == [["low"], ["low@@", "s"], ["lo@@", "lo"]]
+
+
+def test_subwords_of_fairseq_are_cut_after_moses(tmp_path):
+    words = [*SPECIAL, "low@@", "er", "low", ",", "&amp;", "@-@", "."]
+    codes = CODES + "@ -\n@- @</w>\n& a\n&a m\n&am p\n&amp ;</w>\n"
+    FairseqSubwords(words, f"#version: 0.2\n{codes}", "en").save(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode("lower-low, low & low.")
+    assert ids == [4, 5, 9, 6, 7, 6, 8, 6, 10]
+    assert tokenizer.decode(ids) == "lower-low, low & low." and tokenizer.decode([*ids[:1], 1]) == "low"
+    assert tokenizer.encode_document("low\nlow\n") == [6, 2, 6, 2] and tokenizer.decode([6, 2, 6]) == "low\nlow"
+    uncut = FairseqSubwords(words)
+    assert uncut.encode("low@@ er elsewhere") == [4, 5, 3] and uncut.decode([4, 5, 6]) == "lower low"
+
+
+def test_words_of_fairseq_have_ends_of_their_own(tmp_path):
+    FairseqWords([*SPECIAL, "the", "end"]).save(tmp_path)
+    words = load_tokenizer(tmp_path)
+    assert type(words) is FairseqWords and (words.end, words.stop) == (2, -1)
+    assert words.encode_document("the end\nof") == [4, 5, 2, 3, 2] and words.unknown([3, 4]) == 1
 
 
 def test_bad_requests_are_refused(tmp_path):

@@ -24,7 +24,7 @@ ACTIVATIONS = {"relu": "relu", "gelu": "gelu_exact", "gelu_accurate": "gelu", "g
 REFUSED = (
     "character_embeddings", "char_inputs", "no_cross_attention", "cross_self_attention", "merge_src_tgt_embed",
     "base_layers", "scale_attn", "scale_fc", "scale_heads", "scale_resids", "encoder_xformers_att_config",
-    "decoder_xformers_att_config", "add_bos_token",
+    "decoder_xformers_att_config", "encoder_layers_to_keep", "decoder_layers_to_keep", "add_bos_token",
 )  # fmt: skip
 IGNORED = (r".*\.version", r".*\._float_tensor", r".*\.embed_positions\.weights")  # versions, types, sinusoids
 OLD_NAMES = {
@@ -112,7 +112,7 @@ def fields(c: Fields, tensors: dict[str, np.ndarray], bands: list[str]) -> Field
     shared = bool(c.get("share_all_embeddings"))
     found = {
         "vocab_size": bounds[-1],
-        "layers": layers(c, "decoder"),
+        "layers": c["decoder_layers"],
         "width": c["decoder_embed_dim"],
         "heads": c["decoder_attention_heads"],
         "feedforward": c["decoder_ffn_embed_dim"],
@@ -133,16 +133,11 @@ def fields(c: Fields, tensors: dict[str, np.ndarray], bands: list[str]) -> Field
         found |= {"positions": "sinusoidal", "position_offset": 2}
     if is_translation:
         found |= {
-            "encoder_layers": layers(c, "encoder"),
+            "encoder_layers": c["encoder_layers"],
             "source_vocab_size": len(tensors["encoder.embed_tokens.weight"]),
             "shared_embedding": shared,
         }
     return found
-
-
-def layers(c: Fields, side: str) -> int:
-    kept = c.get(f"{side}_layers_to_keep")
-    return len(kept.split(",")) if kept else c[f"{side}_layers"]
 
 
 def inexpressible(c: Fields, tensors: dict[str, np.ndarray], bands: list[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """Checkpoints that torch.save has written, read without torch and without running anything that is in them.
 
-Such a file is a pickle, which may name any function and have it called. Here only the few names that tensors are made of
-mean what they say. Classes that merely hold data become shells, and every other name is refused.
+Such a file is a pickle, which may name any function and have it called. Here only the few names that make tensors mean
+what they say. Classes that merely hold data become shells, and every other name is refused.
 """
 
 import math
