@@ -109,7 +109,7 @@ def omegaconf(value: Any) -> Any:
 
 
 def dictionary(path, words: list[str]) -> None:
-    """Words and counts, after which come those that make the size a round number."""
+    """A word and its count a line."""
     path.write_text("".join(f"{word} {1000 - i}\n" for i, word in enumerate(words)), "utf-8")
 
 

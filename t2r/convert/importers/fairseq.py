@@ -79,16 +79,21 @@ def read(path: Path) -> tuple[ModelConfig, dict[str, np.ndarray], Fields]:
 def settings(content: Fields) -> Fields:
     """`args` of older checkpoints, or the parts of `cfg` that say what the model is and what it reads."""
     if content.get("args") is not None:
-        return dict(plain(content["args"]))
-    cfg = plain(content.get("cfg")) or {}
-    model, task = dict(cfg.get("model") or {}), dict(cfg.get("task") or {})
-    names = {part: (cfg.get(part) or {}).get("_name") for part in ("bpe", "tokenizer")}
+        return part_of(content, "args")
+    cfg = part_of(content, "cfg")
+    model, task = part_of(cfg, "model"), part_of(cfg, "task")
+    names = {name: part_of(cfg, name).get("_name") for name in ("bpe", "tokenizer")}
     for side in ("encoder", "decoder"):
         if isinstance(model.get(side), dict):
             model |= {f"{side}_{name}": value for name, value in model.pop(side).items()}
     found = task | names | model | {"arch": model.get("arch") or model.get("_name")}
     # ${…} stands for another setting: what it was, the weights say.
     return {name: value for name, value in found.items() if not str(value).startswith("${")}
+
+
+def part_of(content: Fields, name: str) -> Fields:
+    found = plain(content.get(name))
+    return found if isinstance(found, dict) else {}
 
 
 def plain(value: Any) -> Any:
@@ -129,7 +134,7 @@ def fields(c: Fields, tensors: dict[str, np.ndarray], bands: list[str]) -> Field
         found["positions"] = "none"
     elif c.get("decoder_learned_pos"):
         found |= {"positions": "learned", "max_positions": len(tensors["decoder.embed_positions.weight"]) - 2}
-    else:  # the first two are those of other things: padding stands at 1
+    else:  # the first position is the one after padding's, which is its id
         found |= {"positions": "sinusoidal", "position_offset": 2}
     if is_translation:
         found |= {
