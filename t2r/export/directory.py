@@ -1,0 +1,140 @@
+"""An exported model is a directory: arrays, StableHLO, the tokenizer, and pages that say what they are."""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from safetensors.flax import save_file
+
+from t2r import environment
+from t2r.convert.model_dir import Model
+from t2r.data.tokenizer import Tokenizer, TokenizerPair
+from t2r.errors import InputError
+from t2r.export import readme
+from t2r.export.functions import PLATFORMS, Function, Sizes, longest, lower
+from t2r.model.loss import PADDING
+from t2r.model.parameters import arrays_of
+
+FORMAT = "t2r-export/1"
+EXAMPLES = Path(__file__).parent / "examples"
+
+
+def check_free(path: Path) -> None:
+    """Nothing is overwritten."""
+    if path.exists():
+        raise InputError(f"--output={path} exists already: choose another or remove it")
+
+
+def save(path: Path, content: Model, sizes: Sizes = Sizes()) -> dict[str, Any]:
+    """Writes the directory whole or not at all, and returns what its export.json says."""
+    model, tokenizer, _ = content
+    with _written_whole(path) as folder:
+        functions = lower(model.config, sizes)
+        about = describe(content, functions, sizes)
+        for name, function in functions.items():
+            (folder / f"{name}.stablehlo").write_bytes(function.exported.serialize())
+        weights = {name: array.astype(model.config.dtype) for name, array in arrays_of(model).items()}
+        save_file(weights, folder / "model.safetensors")
+        tokenizer.save(folder)
+        (folder / "export.json").write_text(json.dumps(about, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        (folder / "README.md").write_text(readme.write(path.name, model.config, functions, about), "utf-8")
+        (folder / "example.py").write_text(example(tokenizer), "utf-8")
+    return about
+
+
+@contextlib.contextmanager
+def _written_whole(path: Path) -> Iterator[Path]:
+    """A folder to write into, which gets its name when all is written."""
+    check_free(path)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    try:
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"cannot write --output={path}: {error.strerror}") from None
+    try:
+        yield unfinished
+        unfinished.rename(path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def describe(content: Model, functions: dict[str, Function], sizes: Sizes) -> dict[str, Any]:
+    """What a program has to know to call the functions; `b` is the number of texts, `m` the length of sources."""
+    model, tokenizer, provenance = content
+    step, first = functions["step"], functions[next(name for name in functions if name != "step")]
+    arrays = {**first.arguments, **step.arguments, **step.results}
+    return {
+        "format": FORMAT,
+        "family": "seq2seq" if model.config.encoder_layers else "language_model",
+        "batch": sizes.batch,
+        "capacity": sizes.capacity,
+        "longest": longest(model.config, sizes.capacity),
+        "padding": PADDING,
+        "platforms": list(PLATFORMS),
+        "calling_convention_version": step.exported.calling_convention_version,
+        "functions": {
+            name: {
+                "file": f"{name}.stablehlo",
+                "arguments": list(function.arguments),
+                "results": list(function.results),
+            }
+            for name, function in functions.items()
+        },
+        "arrays": {name: _signature(value) for name, value in arrays.items()},
+        "tokenizer": _describe_tokenizer(tokenizer),
+        "config": model.config.to_dict(),
+        "provenance": provenance,
+        "environment": environment.describe(),
+    }
+
+
+def _signature(value: Any) -> dict[str, Any]:
+    """Shape and type of an array, or of each in a dict."""
+    if isinstance(value, dict):
+        return {name: _signature(array) for name, array in value.items()}
+    shape = [size if isinstance(size, int) else str(size) for size in value.shape]
+    return {"shape": shape, "dtype": jnp.dtype(value.dtype).name}
+
+
+def state_bytes(about: dict[str, Any], **sizes: int) -> int:
+    """Bytes of the state, with numbers for `b` and `m`."""
+    state = about["arrays"]["state"].values()
+    shapes = [jax.ShapeDtypeStruct([sizes.get(n, n) for n in a["shape"]], a["dtype"]) for a in state]
+    return sum(shape.size * shape.dtype.itemsize for shape in shapes)
+
+
+def _describe_tokenizer(tokenizer: Tokenizer | TokenizerPair) -> dict[str, Any]:
+    """The ids that a program needs beside the tokenizer's own files, which lie in `folder`."""
+    if not isinstance(tokenizer, TokenizerPair):
+        before = [tokenizer.end] if tokenizer.begins else []
+        ids = {"before": before, "end": tokenizer.end, "stop": tokenizer.stop}
+        return {"kind": tokenizer.kind, "folder": ".", **ids}
+    source, target = tokenizer
+    before, after = _around(tokenizer.encode_source("a"), source.encode("a"))
+    folders = (".", ".") if tokenizer.joint else ("source", "target")
+    return {
+        "source": {"kind": source.kind, "folder": folders[0], "before": before, "after": after},
+        "target": {"kind": target.kind, "folder": folders[1], "start": target.start, "stop": target.stop},
+    }
+
+
+def _around(whole: list[int], inside: list[int]) -> tuple[list[int], list[int]]:
+    """What stands before and after a sentence's own ids."""
+    place = next(i for i in range(len(whole)) if whole[i : i + len(inside)] == inside)
+    return whole[:place], whole[place + len(inside) :]
+
+
+def example(tokenizer: Tokenizer | TokenizerPair) -> str:
+    """A program that runs the model, with the few lines that this kind of tokenizer takes."""
+    translates = isinstance(tokenizer, TokenizerPair)
+    kind = tokenizer.target.kind if translates else tokenizer.kind
+    program = (EXAMPLES / f"{'translation' if translates else 'language_model'}.py").read_text("utf-8")
+    lines = (EXAMPLES / f"tokenizer_{kind}.py").read_text("utf-8").removeprefix("import json\n\n")  # it has that
+    between = "" if lines.startswith("from") else "\n\n"
+    return program.replace("from tokenizer_sentencepiece import tokenizer\n", f"{between}{lines}\n")

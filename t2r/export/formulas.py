@@ -1,0 +1,210 @@
+"""The decoding step of a model, written down: all that another implementation needs beside the arrays."""
+
+import itertools
+
+from t2r.attention.feature_map import FEATURE_MAPS, Normalizer, Rfa
+from t2r.export.names import ranges
+from t2r.model.config import AttentionSpec, ModelConfig
+
+ACTIVATIONS = {
+    "relu": "max(a, 0)",
+    "gelu": "a · (1 + tanh(√(2/π) · (a + 0.044715 a³))) / 2",
+    "gelu_exact": "a · (1 + erf(a / √2)) / 2",
+    "swish": "a / (1 + exp(−a))",
+}
+# φ of a query or key a, with g its key head and d the head size.
+FEATURES = {
+    "t2r": [
+        "φ(q) = max(feature_map.weight[g] · q / √d + feature_map.bias[g], 0)",
+        "φ(k) = max(feature_map.weight[g] · k + feature_map.bias[g], 0)",
+    ],
+    "elu": ["φ(a) = a + 1 where a > 0, exp(a) elsewhere"],
+    "rfa": [
+        "W = feature_map.pool[0] with columns times feature_map.sigma[g]",
+        f"φ(a) = {Rfa.scale} · [sin(W · â), cos(W · â)], â = a / (‖a‖ + 0.001)",
+    ],
+    "performer": [
+        "e(a) = feature_map.directions[g] · ã − ‖ã‖²/2 − log(features)/2, ã = a / d^¼",
+        "φ(q) = exp(e(q) − max e(q)), φ(k) = exp(e(k) − c), where c = log_scale[g] is the largest element of all e(k)",
+        "so far: when a key makes it grow from c to c′, S and z are first multiplied by exp(c − c′)",
+    ],
+}
+
+
+def write(config: ModelConfig) -> str:
+    """The step in formulas, line by line."""
+    parts = [_embedding(config), _layers(config), _output(config), _norm(config), _feedforward(config)]
+    parts += _attentions(config)
+    if config.encoder_layers:
+        parts.append(_encoder(config))
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def _embedding(config: ModelConfig) -> list[str]:
+    if config.adaptive_cutoffs:
+        bounds = [0, *config.adaptive_cutoffs, config.vocab_size]
+        bands = ", ".join(
+            f"band {i} has ids {low} to {high - 1}" for i, (low, high) in enumerate(itertools.pairwise(bounds))
+        )
+        lines = [f"x = embedding.tables[band][id − the band's first] · embedding.projections[band]   ({bands})"]
+    else:
+        lines = ["x = embedding.table[id]"]
+    if config.scale_embedding:
+        lines.append(f"x = x · √{config.width}")
+    if config.positions == "learned":
+        lines.append("x = x + positions[position], the first token's position is 0")
+    if config.positions.startswith("sinusoidal"):
+        half = config.width // 2
+        steps = half if config.positions == "sinusoidal_open" else max(half - 1, 1)
+        offset = f" + {config.position_offset}" if config.position_offset else ""
+        lines += [
+            f"x = x + [sin(p · f), cos(p · f)], p = position{offset}, f[i] = 10000^(−i/{steps}), i = 0 … {half - 1}",
+            "    the first token's position is 0",
+        ]
+    if config.embedding_norm:
+        lines.append("x = norm(x; embedding_norm)")
+    return lines
+
+
+def _layers(config: ModelConfig) -> list[str]:
+    branches = ["attention", *(["cross"] if config.encoder_layers else []), "feedforward"]
+    lines = [f"for each layer 0 … {config.layers - 1}, with the names under blocks.{{layer}}:"]
+    if config.parallel:
+        return [*lines, "    x = x + attention(norm(x; attention_norm)) + feedforward(norm(x; feedforward_norm))"]
+    return lines + [f"    {_branch(config, name)}" for name in branches]
+
+
+def _branch(config: ModelConfig, name: str) -> str:
+    return {
+        "before": f"x = x + {name}(norm(x; {name}_norm))",
+        "after": f"x = norm(x + {name}(x); {name}_norm)",
+        "both": f"x = x + norm({name}(norm(x; {name}_norm)); {name}_out_norm)",
+    }[config.norm_placement]
+
+
+def _output(config: ModelConfig) -> list[str]:
+    lines = ["x = norm(x; final_norm)"] if config.final_norm else []
+    if not config.adaptive_cutoffs:
+        table, bias = "table" if config.tied_output else "output", " + embedding.bias" if config.output_bias else ""
+        return [*lines, f"logits = embedding.{table} · x{bias}"]
+    first = config.adaptive_cutoffs[0]
+    return [
+        *lines,
+        "h = log_softmax([embedding.tables.0 · x, x · embedding.classes])",
+        f"logits of band 0 = h[0 … {first - 1}]",
+        f"logits of band i = h[{first - 1} + i] + log_softmax(embedding.tables.i · (embedding.projections.i · x))",
+        "(these are log-probabilities)",
+    ]
+
+
+def _norm(config: ModelConfig) -> list[str]:
+    if config.norm == "rms":
+        return [f"norm(x; n) = x / √(mean(x²) + {config.norm_eps}) · n.scale"]
+    return [f"norm(x; n) = (x − mean(x)) / √(variance(x) + {config.norm_eps}) · n.scale + n.bias"]
+
+
+def _feedforward(config: ModelConfig) -> list[str]:
+    def dense(name: str, x: str) -> str:
+        return f"({x} · {name}.kernel{f' + {name}.bias' if config.bias else ''})"
+
+    inside = f"act{dense('up', 'x')}"
+    if config.gated:
+        inside = f"(act{dense('gate', 'x')} ⊙ {dense('up', 'x')})"
+    return [
+        f"feedforward(x) = {dense('down', inside)[1:-1]}, names under feedforward.",
+        f"act(a) = {ACTIVATIONS[config.activation]}",
+    ]
+
+
+def _attentions(config: ModelConfig) -> list[list[str]]:
+    """Each kind of attention once, with the layers that have it."""
+    parts = []
+    for name, specs in (("attention", config.attention), ("cross", config.cross_attention)):
+        for spec in dict.fromkeys(specs):
+            layers = ranges([layer for layer, found in enumerate(specs) if found == spec])
+            parts.append([f"{name}(x) in layers {layers}, names under {name}.:", *_attention(config, spec, name)])
+    return parts
+
+
+def _attention(config: ModelConfig, spec: AttentionSpec, name: str) -> list[str]:
+    lines, cross = _heads(config, spec, name), name == "cross"
+    if spec.kind == "softmax":
+        slots = "all valid slots" if cross else "the slots written so far"
+        if spec.window and not cross:
+            slots = f"the last {spec.window} slots written, this one among them"
+        if not cross:
+            lines.append(
+                "k and v of each g are written into slot `index` of the caches, which is then valid; index + 1"
+            )
+        lines.append(f"o[h] = Σ w[j] · v[g, j] over {slots}, w = softmax over them of q[h] · k[g, j] / √d")
+    else:
+        if not cross:
+            lines.append("S[g] = S[g] + φ(k[g]) ⊗ v[g],  z[g] = z[g] + φ(k[g])")
+        below = _below(FEATURE_MAPS[spec.feature_map].normalizer)
+        lines.append(f"o[h] = φ(q[h]) · S[g] / {below}")
+    if cross:
+        lines.append("the source's state was made by encode: k and v of all its tokens, or S and z as their sums")
+    bias = " + out.bias" if config.bias else ""
+    return [f"    {line}" for line in [*lines, f"{name}(x) = Σ o[h] · out.kernel[h] over all h{bias}"]]
+
+
+def _heads(config: ModelConfig, spec: AttentionSpec, name: str) -> list[str]:
+    """Queries, keys and values, and what happens to them before they meet."""
+    per_group = config.heads // config.kv_heads
+    bias = config.bias if config.projection_bias is None else config.projection_bias
+    source = "y" if name == "cross" else "x"
+
+    def project(what: str, x: str, at: str, *, bias: bool = bias) -> str:
+        return f"{x} · {what}.kernel[:, {at}]{f' + {what}.bias[{at}]' if bias else ''}"
+
+    lines = [f"h = 0 … {config.heads - 1}, g = {'h' if per_group == 1 else f'h // {per_group}'}, d = {config.head_dim}"]
+    if name == "cross":
+        lines.append("y: the encoder's output for a token of the source")
+    lines.append(f"v[g] = {project('value', source, 'g')}")
+    if spec.kind == "merged":
+        return [
+            *lines,
+            f"φ(q[h]) = max({project('query', 'x', 'h', bias=True)}, 0)",
+            f"φ(k[g]) = max({project('key', source, 'g', bias=True)}, 0)",
+        ]
+    lines += [f"q[h] = {project('query', 'x', 'h')}", f"k[g] = {project('key', source, 'g')}"]
+    if config.query_norm:
+        lines += [
+            f"{a} = {a} / √(mean({a}²) + {config.norm_eps}) · {n}_norm.scale" for a, n in (("q", "query"), ("k", "key"))
+        ]
+    if name != "cross" and config.positions == "rotary":
+        lines += _rotary(config, spec)
+    return lines + ([] if spec.kind == "softmax" else FEATURES[spec.feature_map])
+
+
+def _rotary(config: ModelConfig, spec: AttentionSpec) -> list[str]:
+    rotary = config.heads_of(spec).rotary
+    half = (rotary.size or config.head_dim) // 2
+    lines = [
+        f"q and k are turned, a of them being: (a[i], a[i + {half}]) ← (a[i] cos t − a[i + {half}] sin t, "
+        f"a[i + {half}] cos t + a[i] sin t),",
+        f"    t = position · f[i], f[i] = {rotary.theta:g}^(−i/{half}), i = 0 … {half - 1}; the first position is 0",
+    ]
+    if rotary.scaling == "linear":
+        lines.append(f"    f is divided by {rotary.factor:g}")
+    if rotary.scaling == "llama3":
+        lines += [
+            f"    f[i] is replaced by s · f[i] + (1 − s) · f[i] / {rotary.factor:g},",
+            f"    s = ({rotary.original} · f[i] / 2π − {rotary.low:g}) / {rotary.high - rotary.low:g}, between 0 and 1",
+        ]
+    return lines
+
+
+def _below(normalizer: Normalizer) -> str:
+    if normalizer.clamp:
+        return f"max(φ(q[h]) · z[g], {normalizer.value:g})"
+    return f"(φ(q[h]) · z[g] + {normalizer.value:g})"
+
+
+def _encoder(config: ModelConfig) -> list[str]:
+    table = "embedding.table" if config.shared_embedding else "encoder.embedding.table"
+    end = ", then encoder.final_norm" if config.final_norm else ""
+    return [
+        f"encode reads all tokens of a source at once, with the names under encoder.: x from {table} as above, then",
+        f"layers 0 … {config.encoder_layers - 1}, without cross, every token with softmax attention over all{end}",
+    ]
