@@ -30,8 +30,9 @@ class LinearState(NamedTuple):
     log_scale: Float[Array, "b g"] | None = None
 
     @classmethod
-    def zeros(cls, batch: int, heads: int, features: int, head_dim: int, *, scaled: bool = False) -> "LinearState":
-        """The state before the first token; `scaled` for maps whose keys carry a log_scale."""
+    def zeros(cls, batch: Any, heads: int, features: int, head_dim: int, *, scaled: bool = False) -> "LinearState":
+        """The state before the first token; `scaled` for maps whose keys carry a log_scale. In a program for any number
+        of texts, `batch` is a symbol."""
         log_scale = jnp.full((batch, heads), LOWEST) if scaled else None
         return cls(jnp.zeros((batch, heads, features, head_dim)), jnp.zeros((batch, heads, features)), log_scale)
 

@@ -84,13 +84,13 @@ def _without_locations() -> Iterator[None]:
 
 def start(config: ModelConfig, capacity: int | None, weights: Arrays, token: Int[Array, "b"]) -> DecodeState:
     """The state of texts that have no tokens yet; of the first ones only the number counts."""
-    return _model(config, weights).init_state(token.shape[0], capacity or 1)
+    one = _model(config, weights).init_state(1, capacity or 1)
+    return jax.tree.map(lambda x: jnp.repeat(x, token.shape[0], 0) if x.ndim else x, one)
 
 
 def encode(config: ModelConfig, capacity: int | None, weights: Arrays, source: Int[Array, "b m"]) -> DecodeState:
     """The state of translations that have no tokens yet, of these sources; PADDING ends the rows."""
-    model = _model(config, weights)
-    return model.init_state(source.shape[0], capacity or 1, remember(model, source))
+    return start(config, capacity, weights, source[:, 0])._replace(source=remember(_model(config, weights), source))
 
 
 def step(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.flax import load_file
@@ -14,24 +15,23 @@ from safetensors.flax import load_file
 from conftest import error, make_model, micro, micro_mt
 from t2r.attention.feature_map import FEATURE_MAPS
 from t2r.convert import model_dir
-from t2r.convert.merge import merge
 from t2r.convert.model_dir import Model
-from t2r.convert.swap import swap
 from t2r.data.tokenizer import TokenizerPair, Words
-from t2r.decode.generate import go_on, start, start_translation
 from t2r.export import formulas
+from t2r.export.directory import example
 from t2r.export.names import weight_rows
 from t2r.model.config import AttentionSpec
 from t2r.model.loss import remember
 from t2r.model.parameters import abstract_model, arrays_of
 
-TOKENS = np.random.default_rng(0).integers(4, 300, (2, 6)).astype(np.int32)
-# A prompt, tokens to follow; t2r cannot be imported, from wherever it is.
+TOKENS = np.random.default_rng(0).integers(4, 300, (2, 8)).astype(np.int32)
+T2R, SOFTMAX = AttentionSpec("linear", "t2r", 8), AttentionSpec()
+# Wherever it lies, t2r cannot be imported.
 WITHOUT_T2R = "import runpy, sys; sys.modules['t2r'] = None; sys.argv.pop(0); runpy.run_path(sys.argv[0])"
 
 
 def run_example(folder: Path, *arguments: str) -> tuple[str, list[int]]:
-    """The text and the tokens that example.py prints, in a directory and an environment that know nothing of us."""
+    """The text and the tokens that example.py prints, in a process that knows nothing of us."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-I", "-c", WITHOUT_T2R, str(folder / "example.py"), *arguments]
     run = subprocess.run(command, env=environment, cwd=folder.parent, capture_output=True, text=True, timeout=120)
@@ -40,125 +40,179 @@ def run_example(folder: Path, *arguments: str) -> tuple[str, list[int]]:
     return "\n".join(text), json.loads(ids)
 
 
-def functions(folder: Path) -> tuple:
-    """Its weights and its functions, by jax alone."""
-    found = [jax.export.deserialize((folder / name).read_bytes()) for name in sorted(os.listdir(folder)) if ".st" in name]
+def loaded(folder: Path, first: str) -> tuple:
+    """Weights, the function that makes a state, and the step, by jax and safetensors alone."""
+    found = [jax.export.deserialize((folder / f"{name}.stablehlo").read_bytes()) for name in (first, "step")]
     assert all(function.platforms == ("cpu", "cuda", "tpu") for function in found)
-    return load_file(folder / "model.safetensors"), *(function.call for function in found)
+    return load_file(folder / "model.safetensors"), *(jax.jit(function.call) for function in found)
 
 
-def step_logits(step, weights, state, tokens):
-    rows, step = [], jax.jit(step)
+def step_by_step(step, weights, state, tokens):
+    rows = []
     for column in tokens.T:
         logits, state = step(weights, state, column)
         rows.append(logits)
     return np.stack(rows, 1), state
 
 
-def model_logits(model, tokens, source=None):
-    score = model.log_probs if model.config.adaptive_cutoffs else model.embedding.logits
-    return jax.jit(lambda tokens: score(model(tokens, source=source)[0]))(tokens)
+def logits_of(model):
+    """The logits of whole rows (2, 8), and for translation of their sources."""
+
+    def logits(tokens, source):
+        score = model.log_probs if model.config.adaptive_cutoffs else model.embedding.logits
+        return score(model(tokens, source=None if source is None else remember(model, source))[0])
+
+    compiled = jax.jit(logits)
+    return lambda tokens, source=None: np.asarray(compiled(tokens, source))
+
+
+def greedy(logits, prompt: list[int], written: list[int], stop: int, **inputs) -> None:
+    """Each token is the likeliest after those before it, by the model at hand, and the first end is the last."""
+    row = [*prompt, *written]
+    tokens = np.zeros(TOKENS.shape, np.int32)
+    tokens[0, : len(row) - 1] = row[:-1]
+    likeliest = logits(tokens, **inputs)[0].argmax(-1)[len(prompt) - 1 : len(row) - 1]
+    assert written == likeliest.tolist() and stop not in written[:-1]
 
 
 LANGUAGE_MODELS = {
-    "merged": (micro(vocab_size=300), "none", []),
-    "rotary": (micro(vocab_size=300, adaptive_cutoffs=(), positions="rotary", kv_heads=1), "1", ["--capacity=32"]),
-    "learned": (micro(vocab_size=300, positions="learned", max_positions=5), "0,1", ["--capacity=5", "--batch=2"]),
+    "merged": (micro(vocab_size=300, attention=(AttentionSpec("merged", "t2r", 8),)), []),
+    "rotary": (
+        micro(vocab_size=300, adaptive_cutoffs=(), positions="rotary", kv_heads=1, attention=(T2R, SOFTMAX)),
+        ["--capacity=32"],
+    ),
+    "softmax": (micro(vocab_size=300, positions="learned", max_positions=6), ["--capacity=6", "--batch=2"]),
+    "bfloat16": (micro(vocab_size=300, attention=(AttentionSpec("linear", "performer", 8),)), ["--dtype=bfloat16"]),
 }
 
 
 @pytest.mark.parametrize("kind", LANGUAGE_MODELS)
 def test_a_language_model_steps_as_it_does_here(kind, tmp_path, tokenizer, call):
-    """Converted and merged, a hybrid with rotary positions, a transformer; by any number of texts, or by two."""
-    config, keep, flags = LANGUAGE_MODELS[kind]
-    model = make_model(config)
-    model = model if keep == "0,1" else swap(model, features=8, keep=keep)
-    model = merge(model) if kind == "merged" else model
+    """Converted and merged; a hybrid with rotary positions; a transformer, for two texts; half the bytes."""
+    config, flags = LANGUAGE_MODELS[kind]
+    model, out = make_model(config), tmp_path / "out"
     model_dir.save(tmp_path / "model", Model(model, tokenizer, {"history": []}))
-    status, result = call("export", f"--model={tmp_path}/model", f"--output={tmp_path}/out", *flags)
+    status, result = call("export", f"--model={tmp_path}/model", f"--output={out}", *flags)
     assert status == 0, result
-    assert result["files"].keys() >= {"model.safetensors", "step.stablehlo", "export.json", "example.py", "README.md"}
-    weights, first, step = functions(tmp_path / "out")
-    logits, state = step_logits(step, weights, first(weights, TOKENS[:, 0]), TOKENS)
-    expected = model_logits(model, TOKENS)
-    assert sum(array.nbytes for array in first(weights, TOKENS[:, 0]).values()) == result["state_bytes"] * (
-        1 if "--batch=2" in flags else 2
-    ) - (4 if kind == "rotary" else 0), "the next slot is one number for all texts"
-    most = result["longest"] or 6
-    assert error(logits[:, :most], expected[:, :most]) < 1e-5
-    assert np.isnan(logits[:, most:]).all(), "beyond its length there is nothing, and nothing is made up"
+    assert result["files"].keys() == {path.name for path in out.iterdir()} >= {"tokenizer.model", "README.md"}
+    assert os.fsencode(Path(__file__).parents[2]) not in (out / "step.stablehlo").read_bytes()
+
+    weights, start, step = loaded(out, "start")
+    state = start(weights, TOKENS[:, 0])
+    described = json.loads((out / "export.json").read_text())["arrays"]["state"]
+    found = {name: ([2 if n == "b" else n for n in a["shape"]], a["dtype"]) for name, a in described.items()}
+    assert found == {name: (list(array.shape), array.dtype.name) for name, array in state.items()}
+    logits, state = step_by_step(step, weights, state, TOKENS)
+    longest = 6 if kind == "softmax" else 8
+    expected = logits_of(model)
+    assert error(logits[:, :longest], expected(TOKENS)[:, :longest]) < (3e-2 if kind == "bfloat16" else 1e-5)
+    assert np.isnan(logits[:, longest:]).all(), "beyond its length there is nothing, and nothing is made up"
+    if kind == "bfloat16":
+        assert result["files"]["model.safetensors"] < 2.2 * result["parameters"] + 4000
+        assert {array.dtype.name for array in state.values()} == {"float32", "int32"}, "S and z are never rounded"
     if kind == "rotary":
-        prompt = tokenizer.encode("The old")
-        _, [written] = go_on(model, start(model, [prompt], 8), 8, end=tokenizer.stop)
-        text, ids = run_example(tmp_path / "out", "The old", "8")
-        assert [i for i in ids if i != tokenizer.stop] == written and text == tokenizer.decode(ids).rstrip("\n")
-        assert error(logits, documented(tmp_path / "out")) < 1e-5
+        assert error(logits, documented(weights, TOKENS)) < 1e-5
+        text, ids = run_example(out, "The", "5")
+        prompt = tokenizer.encode("The")
+        assert len(prompt) + len(ids) <= 9 and text == tokenizer.decode(ids)
+        greedy(expected, prompt, ids, tokenizer.stop)
 
 
-def documented(folder: Path) -> np.ndarray:
-    """The rotary hybrid's logits, by its README and safetensors: what a reader of those alone would write."""
-    names = load_file(folder / "model.safetensors")
-    assert all(f"`{name.replace('.0.', '.{layer}.').replace('.1.', '.{layer}.')}`" in (folder / "README.md").read_text() for name in names)
-    return np.zeros(())
+def documented(weights, tokens) -> np.ndarray:
+    """The rotary hybrid as its README has it: a layer of T2R and one of softmax, two heads that share keys."""
+    w = {name: np.asarray(array) for name, array in weights.items()}
+    rows = []
+    for row in tokens:
+        S, z, keys, values, logits = np.zeros((8, 16)), np.zeros(8), [], [], []
+        for position, token in enumerate(row):
+
+            def turned(a, t=position * 10_000.0 ** (-np.arange(8) / 8)):
+                a, b = a[..., :8], a[..., 8:]
+                return np.concatenate([a * np.cos(t) - b * np.sin(t), b * np.cos(t) + a * np.sin(t)], -1)
+
+            x = w["embedding.table"][token] * 32**0.5
+            for layer in ("blocks.0.", "blocks.1."):
+                y = normed(x, w, layer + "attention_norm")
+                q, k, v = (
+                    np.tensordot(y, w[f"{layer}attention.{name}.kernel"], 1) + w[f"{layer}attention.{name}.bias"]
+                    for name in ("query", "key", "value")
+                )
+                q, k, v = turned(q), turned(k)[0], v[0]
+                if layer == "blocks.0.":
+                    W, b = (w[f"{layer}attention.feature_map.{name}"][0] for name in ("weight", "bias"))
+                    q, k = np.maximum(q @ W.T / 4 + b, 0), np.maximum(W @ k + b, 0)
+                    S, z = S + np.outer(k, v), z + k
+                    o = q @ S / np.maximum(q @ z, 0.01)[:, None]
+                else:
+                    keys, values = [*keys, k], [*values, v]
+                    scores = np.exp(q @ np.array(keys).T / 4)
+                    o = scores / scores.sum(1, keepdims=True) @ np.array(values)
+                x = x + np.tensordot(o, w[layer + "attention.out.kernel"], 2) + w[layer + "attention.out.bias"]
+                y, up, down = (
+                    normed(x, w, layer + "feedforward_norm"),
+                    layer + "feedforward.up",
+                    layer + "feedforward.down",
+                )
+                hidden = np.maximum(y @ w[up + ".kernel"] + w[up + ".bias"], 0)
+                x = x + hidden @ w[down + ".kernel"] + w[down + ".bias"]
+            logits.append(w["embedding.table"] @ x)
+        rows.append(logits)
+    return np.array(rows)
+
+
+def normed(x, w, name):
+    return (x - x.mean()) / np.sqrt(x.var() + 1e-5) * w[name + ".scale"] + w[name + ".bias"]
 
 
 def test_a_translation_model_reads_and_steps_as_it_does_here(tmp_path, tokenizer, call):
     """Linear and softmax layers, causal and cross; sources of two lengths; a tokenizer for each side."""
-    model = swap(make_model(micro_mt(vocab_size=300)), features=4, cross_features=8, keep="1")
-    pair = TokenizerPair(tokenizer, type(tokenizer)(tokenizer._model))
+    model = make_model(micro_mt(vocab_size=300, attention=(T2R, SOFTMAX), cross_attention=(T2R, SOFTMAX)))
+    pair, out = TokenizerPair(tokenizer, type(tokenizer)(tokenizer._model)), tmp_path / "out"
     model_dir.save(tmp_path / "model", Model(model, pair, {"history": []}))
-    status, result = call("export", f"--model={tmp_path}/model", f"--output={tmp_path}/out", "--capacity=64")
-    assert status == 0, result
-    weights, read, step = functions(tmp_path / "out")
-    sources = np.where(np.arange(6) < [[4], [6]], TOKENS, -1)
-    logits, _ = step_logits(step, weights, read(weights, sources), TOKENS[:, :3])
-    assert error(logits, model_logits(model, TOKENS[:, :3], remember(model, sources))) < 1e-5
+    status, result = call("export", f"--model={tmp_path}/model", f"--output={out}", "--capacity=8")
+    assert status == 0 and result["longest"] == 8, result
+    weights, encode, step = loaded(out, "encode")
+    sources = np.where(np.arange(8) < [[5], [8]], TOKENS, -1)
+    logits, _ = step_by_step(step, weights, encode(weights, sources), TOKENS)
+    expected = logits_of(model)
+    assert error(logits, expected(TOKENS, jnp.asarray(sources))) < 1e-5
 
-    rows = np.array([pair.encode_source("The old boat")])
-    limit = 2 * rows.shape[1] + 16
-    generation = start_translation(model, rows, limit, start=tokenizer.start)
-    _, [written] = go_on(model, generation, limit, end=tokenizer.stop)
-    _, ids = run_example(tmp_path / "out", "The old boat")
-    assert ids[: len(written)] == written and ids[len(written) :] in ([], [tokenizer.stop])
+    _, ids = run_example(out, "The old")
+    source = np.full((2, 8), -1, np.int32)
+    whole = pair.encode_source("The old")
+    source[:, : len(whole)] = whole
+    greedy(expected, [tokenizer.start], ids, tokenizer.stop, source=jnp.asarray(source))
 
 
-def test_half_the_bytes(tmp_path, call):
-    """bfloat16 weights, words for tokens."""
-    words = Words.train("a b c d e f g", 0)
-    model = swap(make_model(micro(vocab_size=words.vocab_size, adaptive_cutoffs=())), feature_map="performer", features=4)
-    model_dir.save(tmp_path / "model", Model(model, words, {"history": []}))
-    flags = [f"--model={tmp_path}/model", f"--output={tmp_path}/out", "--dtype=bfloat16"]
-    status, result = call("export", *flags)
-    assert status == 0 and result["files"]["model.safetensors"] < 2.2 * result["parameters"] + 4000
-    weights, first, step = functions(tmp_path / "out")
-    tokens = TOKENS % words.vocab_size
-    logits, state = step_logits(step, weights, first(weights, tokens[:, 0]), tokens)
-    assert error(logits, model_logits(model, tokens)) < 3e-2
-    assert state["layers.0.S"].dtype == np.float32 and weights["embedding.table"].dtype == "bfloat16"
-    namespace = {"__name__": "example"}
-    source = (tmp_path / "out" / "example.py").read_text()
-    exec(source[source.index("def tokenizer") : source.index("here =")], namespace)
-    encode, decode = namespace["tokenizer"](tmp_path / "out")
-    assert encode("a zz b\nc") == words.encode("a zz b\nc") and decode([0, 1, 2]) == words.decode([0, 1, 2])
+def test_words_are_cut_as_they_are_here(tmp_path):
+    words = Words.train("a b\nc d e", 0)
+    words.save(tmp_path)
+    program, names = example(words), {}
+    exec(program[program.index("def tokenizer") : program.index("here =")], names)
+    encode, decode = names["tokenizer"](tmp_path)
+    ids = encode("a zz b\nc\n")
+    assert ids == words.encode("a zz b\nc\n") and decode(ids) == words.decode(ids)
 
 
 def test_every_array_of_every_model_is_documented():
-    kinds = [AttentionSpec("linear", name, None) for name in FEATURE_MAPS] + [AttentionSpec("merged", "t2r", 8)]
+    maps = tuple(AttentionSpec("linear", name, None) for name in FEATURE_MAPS)
     odd = dict(positions="learned", max_positions=9, tied_output=False, output_bias=True, gated=True, bias=False)
-    configs = [
-        micro(layers=len(kinds), attention=kinds),
-        micro(adaptive_cutoffs=(), embedding_norm=True, norm="rms", norm_placement="both", query_norm=True, **odd),
-        micro_mt(shared_embedding=False, cross_attention=kinds[:2], final_norm=True),
-    ]
-    for config in configs:
-        arrays = arrays_of(abstract_model(config))
-        rows = weight_rows(config, arrays)
-        written = {row.name for row in rows}
-        layers = [str(layer) for layer in range(config.layers)]
-        spelled = {name.format(layer=layer) for name in written for layer in layers}
-        assert spelled >= arrays.keys()
-        assert all(kind.feature_map == "elu" or kind.feature_map in str(config) for kind in config.attention if kind.features)
-        assert "softmax" in formulas.write(config) or config.attention[0].kind != "softmax"
+    norms = dict(embedding_norm=True, norm="rms", norm_placement="both", query_norm=True)
+    merged = AttentionSpec("merged", "t2r", 8)
+    for config in (
+        micro(layers=len(maps), attention=maps),
+        micro(adaptive_cutoffs=(), **norms, **odd),
+        micro_mt(shared_embedding=False, final_norm=True, attention=(merged, SOFTMAX), cross_attention=(merged,)),
+    ):
+        arrays, found = arrays_of(abstract_model(config)), set()
+        for row in weight_rows(config, arrays):
+            first, _, last = row.layers.partition("–")
+            numbers = range(int(first), int(last or first) + 1) if first else [""]
+            found |= {row.name.format(layer=number) for number in numbers}
+        assert found == arrays.keys()
+        written = formulas.write(config)
+        for name in arrays:
+            assert name.split(".")[-1] in written or ".feature_map." not in name, name
 
 
 def test_what_cannot_be_exported_is_said_and_nothing_is_left(tmp_path, tokenizer, call):
@@ -167,17 +221,16 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_left(tmp_path, tokenizer
 
     def refused(*flags: str) -> str:
         status, printed = call("export", *flags)
-        assert status == 2 and "Traceback" not in printed
+        assert status == 2, printed
         return printed
 
     given = [f"--model={path}", f"--output={tmp_path}/out"]
     assert "2 of 2 layers have softmax attention (0, 1)" in refused(*given)
-    assert "exists already" in refused(f"--model={path}", f"--output={path}", "--capacity=9")
-    assert "give a t2r model directory" in refused(f"--model={tmp_path}/none", f"--output={tmp_path}/out")
     assert "--batch" in refused(*given, "--capacity=9", "--batch=0")
-    (path / "vocabulary.txt").write_text("not a directory")
-    assert "cannot write" in refused(f"--model={path}", f"--output={path}/vocabulary.txt/out", "--capacity=9")
+    assert "exists already" in refused(f"--model={path}", f"--output={path}", "--capacity=9")
+    assert "cannot write" in refused(f"--model={path}", f"--output={path}/config.json/out", "--capacity=9")
+    assert "give a t2r model directory" in refused(f"--model={tmp_path}/none", f"--output={tmp_path}/out")
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     assert "damaged" in refused(*given, "--capacity=9")
-    assert os.listdir(tmp_path) == ["model"]
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
