@@ -67,8 +67,9 @@ def _written_whole(path: Path) -> Iterator[Path]:
 def describe(content: Model, functions: dict[str, Function], sizes: Sizes) -> dict[str, Any]:
     """What a program has to know to call the functions; `b` is the number of texts, `m` the length of sources."""
     model, tokenizer, provenance = content
-    step, first = functions["step"], functions[next(name for name in functions if name != "step")]
-    arrays = {**first.arguments, **step.arguments, **step.results}
+    arrays = {}
+    for function in functions.values():
+        arrays |= function.arguments | function.results
     return {
         "format": FORMAT,
         "family": "seq2seq" if model.config.encoder_layers else "language_model",
@@ -77,7 +78,7 @@ def describe(content: Model, functions: dict[str, Function], sizes: Sizes) -> di
         "longest": longest(model.config, sizes.capacity),
         "padding": PADDING,
         "platforms": list(PLATFORMS),
-        "calling_convention_version": step.exported.calling_convention_version,
+        "calling_convention_version": functions["step"].exported.calling_convention_version,
         "functions": {
             name: {
                 "file": f"{name}.stablehlo",

@@ -129,14 +129,12 @@ def _attentions(config: ModelConfig) -> list[list[str]]:
 def _attention(config: ModelConfig, spec: AttentionSpec, name: str) -> list[str]:
     lines, cross = _heads(config, spec, name), name == "cross"
     if spec.kind == "softmax":
-        slots = "all valid slots" if cross else "the slots written so far"
+        slots = "all valid slots" if cross else "the slots written so far, this one among them,"
         if spec.window and not cross:
-            slots = f"the last {spec.window} slots written, this one among them"
+            slots = f"the last {spec.window} slots written, this one among them,"
         if not cross:
-            lines.append(
-                "k and v of each g are written into slot `index` of the caches, which is then valid; index + 1"
-            )
-        lines.append(f"o[h] = Σ w[j] · v[g, j] over {slots}, w = softmax over them of q[h] · k[g, j] / √d")
+            lines.append("k[g] and v[g] go into slot `index` of the caches, which becomes valid; index = index + 1")
+        lines.append(f"o[h] = Σ w[j] · v[g, j] over {slots}, w = softmax of q[h] · k[g, j] / √d over them")
     else:
         if not cross:
             lines.append("S[g] = S[g] + φ(k[g]) ⊗ v[g],  z[g] = z[g] + φ(k[g])")
@@ -149,7 +147,7 @@ def _attention(config: ModelConfig, spec: AttentionSpec, name: str) -> list[str]
 
 
 def _heads(config: ModelConfig, spec: AttentionSpec, name: str) -> list[str]:
-    """Queries, keys and values, and what happens to them before they meet."""
+    """Queries, keys and values of query heads h and key heads g, and what happens to them before they meet."""
     per_group = config.heads // config.kv_heads
     bias = config.bias if config.projection_bias is None else config.projection_bias
     source = "y" if name == "cross" else "x"
@@ -181,7 +179,7 @@ def _rotary(config: ModelConfig, spec: AttentionSpec) -> list[str]:
     rotary = config.heads_of(spec).rotary
     half = (rotary.size or config.head_dim) // 2
     lines = [
-        f"q and k are turned, a of them being: (a[i], a[i + {half}]) ← (a[i] cos t − a[i + {half}] sin t, "
+        f"each of q and k is turned: (a[i], a[i + {half}]) ← (a[i] cos t − a[i + {half}] sin t, "
         f"a[i + {half}] cos t + a[i] sin t),",
         f"    t = position · f[i], f[i] = {rotary.theta:g}^(−i/{half}), i = 0 … {half - 1}; the first position is 0",
     ]

@@ -34,7 +34,6 @@ The other files are the tokenizer's.
 
 - `weights` and `state` are dicts of arrays by name, as below.
 - `token` (b,) int32 is the next token of each text, `logits` (b, {vocabulary}) float32 says what may follow it.
-- A prompt is read by calling `step` with one of its tokens after the other.
 {notes}
 
 Inside is a StableHLO module (`mlir_module()`, `mlir_module_serialized`), which other compilers read too. Its arguments
@@ -108,7 +107,10 @@ def _notes(about: dict[str, Any]) -> list[str]:
                 f"A source has at most {about['config']['max_positions']} tokens: there are no more positions."
             )
     else:
-        notes = ["`start` counts the tokens it is given, and does not read them."]
+        notes = [
+            "`start` counts the tokens it is given, and does not read them.",
+            "A prompt is read by calling `step` with one of its tokens after the other.",
+        ]
         notes += [f"A text begins with token {ids['before'][0]}."] if ids["before"] else []
         notes.append(f"A text ends at token {ids['stop']}." if ids["stop"] >= 0 else "No token ends a text.")
     texts = f"is {batch}" if batch else "is any, and the same in all arrays; each new one is compiled once"
