@@ -13,8 +13,9 @@ about, weights = json.loads((here / "export.json").read_text("utf-8")), load_fil
 start, step = (jax.export.deserialize((here / f"{name}.stablehlo").read_bytes()).call for name in ("start", "step"))
 step, texts = jax.jit(step, donate_argnums=1), about["batch"] or 1
 (encode, decode), ids = tokenizer(here), about["tokenizer"]
-prompt = [*ids["before"], *encode(sys.argv[1])] or [ids["end"]]
-length = min(int(sys.argv[2]), (about["longest"] or sys.maxsize) - len(prompt))
+prompt, length = [*ids["before"], *encode(sys.argv[1])] or [ids["end"]], int(sys.argv[2])
+if len(prompt) + length > (about["longest"] or sys.maxsize):
+    sys.exit(f"{len(prompt)} tokens and {length} more: this model was exported for {about['longest']}")
 
 state = start(weights, jax.numpy.zeros(texts, "int32"))
 for token in prompt:
