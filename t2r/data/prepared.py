@@ -16,7 +16,7 @@ from t2r import processes
 from t2r.console import Progress
 from t2r.data.buckets import EncodedPairs
 from t2r.data.pairs import load_pairs
-from t2r.data.sources import load_documents
+from t2r.data.sources import load_documents, parts_of
 from t2r.data.tokenizer import Tokenizer, TokenizerPair, load_tokenizer, train_tokenizer
 
 # Pairs that a tokenizer is learned from, at most: evenly spaced among all.
@@ -24,18 +24,20 @@ TOKENIZER_PAIRS = 2_000_000
 
 
 def once(workdir: Path, name: str, request: str, fill: Callable[[Path], None]) -> Path:
-    """The folder `fill` has filled for a request, by now or before."""
+    """The folder `fill` has filled for a request, by now or before; of several processes the first does it."""
     folder = workdir / f"{name}-{zlib.crc32(request.encode()):08x}"
-
-    def make() -> None:
-        if not folder.exists():
-            unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-            unfinished.mkdir(parents=True)
-            fill(unfinished)
-            unfinished.rename(folder)
-
-    processes.first_does(make)
+    processes.first_does(lambda: fill_once(folder, fill))
     return folder
+
+
+def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Fills a folder, unless it is there: whole or not at all."""
+    if folder.exists():
+        return
+    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
+    unfinished.mkdir(parents=True)
+    fill(unfinished)
+    unfinished.rename(folder)
 
 
 def prepare_tokenizer(workdir: Path, spec: str, split: str, kind: str, vocab_size: int) -> Tokenizer:
@@ -118,9 +120,13 @@ def read_ids(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def _request(spec: str, split: str, tokenizer: Tokenizer | TokenizerPair) -> str:
     """What the ids depend on: the data, if it is files their sizes and times, and the tokenizer."""
-    files = [Path(name) for name in spec.partition(":")[2].split(",")]
-    stamps = [(path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()]
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
         content = b"".join(path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file())
-    return f"{spec} {split} {stamps} {zlib.crc32(content):08x}"
+    return f"{spec} {split} {stamps_of(spec)} {zlib.crc32(content):08x}"
+
+
+def stamps_of(spec: str) -> list[tuple[int, int]]:
+    """Sizes and times of the files that a data spec names."""
+    names = [name for part in parts_of(spec) for name in part.partition(":")[2].split(",")]
+    return [(path.stat().st_size, path.stat().st_mtime_ns) for path in map(Path, names) if path.is_file()]

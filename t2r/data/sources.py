@@ -1,4 +1,7 @@
-"""Where text comes from: `builtin:pydoc`, `text:PATH` and `tfds:NAME`, each in three splits that do not overlap."""
+"""Where text comes from: `builtin:pydoc`, `text:PATH` and `tfds:NAME`, each in three splits that do not overlap.
+
+Several are one if ` + ` stands between them.
+"""
 
 import ast
 import functools
@@ -18,6 +21,8 @@ def load_documents(spec: str, split: str) -> list[str]:
     """The documents of a split; `all` is the three together. A file is one document."""
     if split not in (*SPLITS, "all"):
         raise InputError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}, all")
+    if len(parts_of(spec)) > 1:
+        return [document for part in parts_of(spec) for document in load_documents(part, split)]
     kind, _, name = spec.partition(":")
     if kind == "builtin" and name == "pydoc":
         return [text for name, text in pydoc_documents().items() if split in ("all", split_of(name))]
@@ -28,6 +33,11 @@ def load_documents(spec: str, split: str) -> list[str]:
 
         return list(open_split(name, split, ["text"], lambda example: example["text"]))
     raise InputError(f"unknown data {spec!r}: use builtin:pydoc, text:PATH (.gz too) or tfds:NAME")
+
+
+def parts_of(spec: str) -> list[str]:
+    """The data that a spec adds up: `text:A + text:B`."""
+    return [part.strip() for part in spec.split(" + ")]
 
 
 def read_text(path: Path) -> str:

@@ -43,6 +43,19 @@ def default_config() -> ConfigDict:
                 joint_tokenizer=True,  # of pairs: one tokenizer for both sides
                 source_vocab_size=0,  # of pairs with two tokenizers; 0: as vocab_size
             ),
+            # The model in init_from writes what is trained on: a language model texts, and then data.source is not
+            # read; a translation model the targets of data.source's sources. Validation data stays as it is: for a
+            # language model data.valid, or the last twentieth of its own texts.
+            teacher=dict(
+                writes=False,
+                texts=20_000,  # of a language model
+                length=256,  # tokens of a text at most
+                temperature=1.0,  # 0: the likeliest token each time
+                top_k=0,
+                top_p=1.0,
+                prompts="",  # a file of beginnings, one a line, taken in turn; "": texts begin with nothing
+                batch=256,  # texts at a time
+            ),
             accumulate=1,  # parts a batch is cut into, one after the other; pairs of other lengths in each
             label_smoothing=0.0,
             optimizer=dict(
@@ -172,6 +185,9 @@ def check(config: ConfigDict) -> None:
         ("data.vocab_size", data.vocab_size, 0),
         ("convert.features", config.convert.features, 0),
         ("convert.cross_features", config.convert.cross_features, 0),
+        ("teacher.texts", config.teacher.texts, 20),
+        ("teacher.length", config.teacher.length, 1),
+        ("teacher.batch", config.teacher.batch, 1),
         ("optimizer.warmup_steps", optimizer.warmup_steps, 0),
         ("optimizer.period", optimizer.period, 0),
     ]:
@@ -190,6 +206,8 @@ def check(config: ConfigDict) -> None:
             "config.model describes an architecture, but config.init_from brings its own: use a variant made for "
             "finetuning, or set config.model to t2r.train.config.pretrained(...)"
         )
+    if config.teacher.writes and not config.init_from:
+        problems.append("config.teacher.writes needs config.init_from: the model that writes")
     if config.export_dtype not in ("float32", "float16"):
         problems.append(f"config.export_dtype={config.export_dtype!r}: choose float32 or float16")
     raise_all("config:", problems)

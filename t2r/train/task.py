@@ -15,6 +15,7 @@ from t2r.data.tokenizer import Tokenizer, TokenizerPair
 from t2r.errors import InputError
 from t2r.evaluate.perplexity import pair_perplexity, perplexity
 from t2r.model.transformer import LanguageModel, check_length
+from t2r.train.teacher import written_pairs, written_tokens
 
 
 class Task(Protocol):
@@ -36,10 +37,9 @@ class LanguageModelling:
                 f"config.data.batch={config.data.batch} over config.accumulate={config.accumulate} must divide among "
                 f"{devices} devices"
             )
-        train, valid = _splits(config)
         self._config = config
-        self._tokens = prepare_tokens(workdir, *train, tokenizer)
-        self._valid = np.append(tokenizer.end, prepare_tokens(workdir, *valid, tokenizer))
+        self._tokens, valid = _texts(config, workdir, tokenizer)
+        self._valid = np.append(tokenizer.end, valid)
         self.summary = f"{len(self._tokens):,} tokens, {config.data.batch * config.data.length:,} a step"
 
     def batches(self) -> grain.DatasetIterator:
@@ -58,7 +58,12 @@ class Translation:
     def __init__(self, config: ConfigDict, workdir: Path, model: LanguageModel, tokenizer: TokenizerPair, devices: int):
         data = config.data
         check_length(model.config, data.length)
-        train, valid = (prepare_pairs(workdir, *split, tokenizer) for split in _splits(config))
+        train, valid = _splits(config)
+        valid = prepare_pairs(workdir, *valid, tokenizer)
+        if config.teacher.writes:
+            train = written_pairs(config, workdir, *train, tokenizer)
+        else:
+            train = prepare_pairs(workdir, *train, tokenizer)
         options = dict(count=data.buckets, multiple=devices, longest=data.length)
         self._parts = config.accumulate
         tokens = data.batch_tokens // config.accumulate
@@ -100,6 +105,18 @@ def learn_tokenizer(config: ConfigDict, workdir: Path) -> Tokenizer | TokenizerP
         return prepare_tokenizer(workdir, source, split, data.tokenizer, data.vocab_size)
     sizes = data.vocab_size, data.source_vocab_size
     return prepare_tokenizers(workdir, source, split, data.tokenizer, *sizes, data.joint_tokenizer)
+
+
+def _texts(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens to train on, and to validate on."""
+    train, valid = _splits(config)
+    if not config.teacher.writes:
+        return prepare_tokens(workdir, *train, tokenizer), prepare_tokens(workdir, *valid, tokenizer)
+    tokens, ends = written_tokens(config, workdir, tokenizer)
+    if config.data.valid:
+        return tokens, prepare_tokens(workdir, *valid, tokenizer)
+    bound = ends[len(ends) * 19 // 20 - 1]
+    return tokens[:bound], tokens[bound:]
 
 
 def _splits(config: ConfigDict) -> tuple[tuple[str, str], tuple[str, str]]:

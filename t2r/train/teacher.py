@@ -1,0 +1,128 @@
+"""Training data that the model to be converted writes itself, before it is converted: no corpus is needed.
+
+A language model writes whole texts, from prompts or from nothing; a translation model translates the sources of a
+corpus, whose own targets are not read. What is written is kept in the work directory, in parts as they get ready.
+"""
+
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from t2r.console import Progress, say
+from t2r.convert import model_dir
+from t2r.data.buckets import EncodedPairs
+from t2r.data.pairs import load_pairs
+from t2r.data.prepared import fill_once, once, read_ids, stamps_of, write_ids
+from t2r.data.sources import read_text
+from t2r.data.tokenizer import Tokenizer, TokenizerPair
+from t2r.decode.beam import default_limit
+from t2r.decode.generate import go_on, start, start_translation
+from t2r.decode.sampling import Sampling
+from t2r.decode.translator import pad
+from t2r.model.transformer import LanguageModel, check_length
+
+Rows = list[list[int]]
+SHOWN = 100  # texts that are kept to be read by people
+
+
+def written_tokens(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """All ids of the teacher's texts, and where each text ends."""
+    plan = config.teacher
+    prompts = [line for line in read_text(Path(plan.prompts)).splitlines() if line.strip()] if plan.prompts else [""]
+    begins = [tokenizer.encode(prompt) for prompt in prompts]
+    begins = [[tokenizer.end, *ids] if tokenizer.begins or not ids else ids for ids in begins]
+    closing = tokenizer.encode_document("")
+
+    def write(model: LanguageModel, first: int, count: int) -> Rows:
+        check_length(model.config, max(map(len, begins)) + plan.length)
+        rows = [begins[number % len(begins)] for number in range(first, first + count)]
+        generation = start(model, rows, plan.length, seed=_seed(config, first))
+        _, found = go_on(model, generation, plan.length, end=tokenizer.stop, sampling=_sampling(config))
+        texts = []
+        for row, ids in zip(rows, found):
+            said = [*(row[1:] if row[0] == tokenizer.end else row), *ids]
+            # A text that did not come to its end has none; the next one begins all the same.
+            texts.append([*said, *(closing if len(ids) < plan.length else closing[-1:])])
+        return texts
+
+    def check(model: LanguageModel) -> None:
+        check_length(model.config, max(map(len, begins)) + plan.length)
+
+    def show(rows: Rows) -> list[str]:
+        return [tokenizer.decode(row[: -len(closing)]) for row in rows]
+
+    return read_ids(_written(config, workdir, f"{prompts}", plan.texts, write, show) / "texts")
+
+
+def written_pairs(config: ConfigDict, workdir: Path, spec: str, split: str, tokenizer: TokenizerPair) -> EncodedPairs:
+    """A corpus's sources with the teacher's translations of them."""
+    sources = [tokenizer.encode_source(source) for source in dict.fromkeys(pair[0] for pair in load_pairs(spec, split))]
+    sources = sorted((ids for ids in sources if len(ids) <= config.data.length), key=len)  # alike ones in a batch
+    target = tokenizer.target
+
+    def write(model: LanguageModel, first: int, count: int) -> Rows:
+        chosen = sources[first : first + count]
+        rows = pad(chosen, count)
+        length = min(default_limit(rows.shape[1]), config.data.length)  # by the width: few programs are compiled
+        generation = start_translation(model, rows, length, start=target.start, seed=_seed(config, first))
+        _, found = go_on(model, generation, length, end=target.stop, sampling=_sampling(config))
+        # A translation that does not come to its end is none; pairs with an empty side are left out of batches.
+        ended = [ids if len(ids) < length else [] for ids in found]
+        return [row for source, ids in zip(chosen, ended) for row in (source, [target.start, *ids, target.stop])]
+
+    def show(rows: Rows) -> list[str]:
+        sides = zip(rows[::2], rows[1::2])
+        return [f"{tokenizer.source.decode(source)}\t{target.decode(ids)}" for source, ids in sides]
+
+    request = f"{spec} {split} {stamps_of(spec)} {config.data.length}"
+    return EncodedPairs(*read_ids(_written(config, workdir, request, len(sources), write, show) / "texts"))
+
+
+def _written(
+    config: ConfigDict,
+    workdir: Path,
+    request: str,
+    texts: int,
+    write: Callable[[LanguageModel, int, int], Rows],
+    show: Callable[[Rows], list[str]],
+) -> Path:
+    """The folder of what the teacher has written, by now or before; parts of an unfinished one are taken up again."""
+    stamps = stamps_of(f"model:{config.init_from}/model.safetensors")
+    request = f"{config.init_from} {stamps} {config.teacher.to_json()} {config.seed} {request}"
+    parts = workdir / f"teacher-parts-{zlib.crc32(request.encode()):08x}"
+
+    def fill(folder: Path) -> None:
+        model = model_dir.load(config.init_from, dtype=config.model.dtype).model
+        say(f"{config.init_from} writes {texts:,} texts, kept in {workdir}")
+        rows = _in_parts(parts, texts, config.teacher.batch, lambda first, count: write(model, first, count))
+        write_ids(folder / "texts", ([row] for row in rows))
+        ids, ends = read_ids(folder / "texts")
+        first = [row.tolist() for row in np.split(ids[: ends[: 2 * SHOWN][-1]], ends[: 2 * SHOWN][:-1])]
+        (folder / "sample.txt").write_text("\n\n".join(show(first)) + "\n", "utf-8")
+        shutil.rmtree(parts)
+
+    return once(workdir, "teacher", request, fill)
+
+
+def _in_parts(folder: Path, texts: int, batch: int, write: Callable[[int, int], Rows]) -> Iterator[np.ndarray]:
+    """Rows of ids, a batch of texts at a time, each of which is kept when it is there."""
+    with Progress("teacher", texts) as progress:
+        for first in range(0, texts, batch):
+            count = min(batch, texts - first)
+            fill = lambda part, first=first, count=count: write_ids(part / "texts", ([x] for x in write(first, count)))  # noqa: E731
+            fill_once(folder / f"{first}", fill)
+            ids, ends = read_ids(folder / f"{first}" / "texts")
+            yield from np.split(ids, ends[:-1])
+            progress.advance(count)
+
+
+def _sampling(config: ConfigDict) -> Sampling:
+    return Sampling(config.teacher.temperature, config.teacher.top_k, config.teacher.top_p)
+
+
+def _seed(config: ConfigDict, first: int) -> int:
+    return config.seed + first  # each batch draws its own
