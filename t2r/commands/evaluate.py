@@ -2,17 +2,21 @@
 
 python -m t2r evaluate --model=MODEL --data=builtin:pydoc
 python -m t2r evaluate --model=MODEL --data=text:FILE [--split=all|train|valid|test]
+python -m t2r evaluate --model=MODEL --data=text:FILE --documents [--first=60 --window=256]
 python -m t2r evaluate --model=MODEL --data=builtin:numbers-en-de
 python -m t2r evaluate --model=MODEL --data=pairs:SOURCE,TARGET [--beam=5 --length_penalty=0.6 --moses=de]
 python -m t2r evaluate --model=MODEL --logits=IN.npz:OUT.npz
 
-Perplexity is that of the last 256 of each 512 tokens (the paper's measure), and over all tokens. BLEU and chrF are
-sacrebleu's, with its signature; --moses adds the paper's tokenised BLEU.
+Perplexity is that of the last 256 of each 512 tokens (the paper's measure), and over all tokens. With
+--documents each document is scored by itself instead, cut at --window tokens, its beginning among them; a file of
+several has lines `<|endoftext|>` between them. BLEU and chrF are sacrebleu's, with its signature; --moses adds the
+paper's tokenised BLEU.
 
 --logits reads `input_ids` (for translation also `decoder_input_ids`, and `attention_mask` if sources are padded) and
 writes `logits`, float32, to be compared with another library's.
 """
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,9 @@ _SPLIT = flags.DEFINE_string("split", None, "train, valid, test or all; default:
 _WINDOW = flags.DEFINE_integer(
     "window", None, "Tokens the model sees at once, the later half of which is scored; default: 512.", lower_bound=2
 )
-_BATCH = flags.DEFINE_integer("batch", None, "Windows (8) or sentences (32) at a time.", lower_bound=1)
+_DOCUMENTS = flags.DEFINE_bool("documents", False, "Score each document of a text by itself, from its beginning.")
+_FIRST = flags.DEFINE_integer("first", None, "Score only so many, the first, documents or pairs.", lower_bound=1)
+_BATCH = flags.DEFINE_integer("batch", None, "Windows or documents (8) or sentences (32) at a time.", lower_bound=1)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
 _BEAM = flags.DEFINE_integer("beam", 5, "Translation: beam size; 1: greedy.")
 _PENALTY = flags.DEFINE_float("length_penalty", 0.6, "Translation: scores are divided by length to this power.")
@@ -87,13 +93,17 @@ def evaluate_text(content, split: str) -> dict[str, Any]:
     from t2r.data.prepared import tokenize
     from t2r.data.sources import load_documents
     from t2r.data.tokenizer import Words
-    from t2r.evaluate.perplexity import bits_per_byte, per_word, perplexity
+    from t2r.evaluate.perplexity import bits_per_byte, document_perplexity, per_word, perplexity
 
     model, tokenizer, _ = content
-    documents = load_documents(_DATA.value, split)
+    documents = load_documents(_DATA.value, split)[: _FIRST.value]
+    options = dict(window=_WINDOW.value, batch=_BATCH.value or 8, start=tokenizer.end)
+    if _DOCUMENTS.value:
+        scores = document_perplexity(model, [tokenizer.encode(text) for text in documents], **options)
+        return {"perplexity": scores.perplexity, "documents": len(documents), "tokens": scores.tokens}
     text = "\n".join(documents)
     tokens = tokenize(tokenizer, documents)
-    scores = perplexity(model, tokens, window=_WINDOW.value, batch=_BATCH.value or 8, start=tokenizer.end)
+    scores = perplexity(model, tokens, **options)
     result = {
         "perplexity": scores.perplexity,
         "perplexity_all": scores.perplexity_all,
@@ -116,7 +126,7 @@ def evaluate_pairs(content, split: str) -> dict[str, Any]:
     from t2r.evaluate.bleu import check_tokenizer, score_translations, tokenized_bleu
 
     check_tokenizer(_TOKENIZE.value)
-    sources, references = zip(*load_pairs(_DATA.value, split))
+    sources, references = zip(*itertools.islice(load_pairs(_DATA.value, split), _FIRST.value))
     options = Options(beam=Beam(_BEAM.value, _PENALTY.value, _EARLY.value), batch=_BATCH.value or 32)
     began = time.perf_counter()
     with Progress("translate", len(sources)) as progress:

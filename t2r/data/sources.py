@@ -6,6 +6,7 @@ Several are one if ` + ` stands between them.
 import ast
 import functools
 import gzip
+import re
 import sysconfig
 import zlib
 from pathlib import Path
@@ -18,7 +19,7 @@ _NOT_PROSE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib
 
 
 def load_documents(spec: str, split: str) -> list[str]:
-    """The documents of a split; `all` is the three together. A file is one document."""
+    """The documents of a split; `all` is the three together. A file is one document, unless it says where they end."""
     if split not in (*SPLITS, "all"):
         raise InputError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}, all")
     if len(parts_of(spec)) > 1:
@@ -27,7 +28,7 @@ def load_documents(spec: str, split: str) -> list[str]:
     if kind == "builtin" and name == "pydoc":
         return [text for name, text in pydoc_documents().items() if split in ("all", split_of(name))]
     if kind == "text" and name:
-        return [part_of(read_text(Path(name)), split)]
+        return documents_of(part_of(read_text(Path(name)), split))
     if kind == "tfds" and name:
         from t2r.data.tfds_source import open_split
 
@@ -72,6 +73,17 @@ def part_of(text: str, split: str) -> str:
     if not part.strip():
         raise InputError(f"the text has {len(lines)} lines, too few for a {split} split: give a longer file")
     return part
+
+
+def documents_of(text: str) -> list[str]:
+    """A text that has lines `<|endoftext|>`, as many corpora do, is the documents between them, else one document."""
+    parts = re.split(r"^<\|endoftext\|>[ \t\r]*$", text, flags=re.MULTILINE)
+    if len(parts) == 1:
+        return parts
+    documents = [part.strip() for part in parts if part.strip()]
+    if not documents:
+        raise InputError("the text has lines <|endoftext|> and nothing between them: give a file with documents")
+    return documents
 
 
 def split_of(name: str) -> str:

@@ -1,7 +1,8 @@
-"""Perplexity: the paper's measure (the last 256 of each 512 tokens) and over all tokens."""
+"""Perplexity: the paper's measure (the last 256 of each 512 tokens), over all tokens, and document by document."""
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from t2r.console import Progress
 from t2r.data.buckets import Buckets
 from t2r.errors import InputError
 from t2r.model.layout import constrain
-from t2r.model.loss import Batch, total_loss
+from t2r.model.loss import Batch, pad_rows, total_loss
 from t2r.model.transformer import LanguageModel, check_length
 
 
@@ -42,9 +43,7 @@ def perplexity(
     Windows start every half window. The later half of each counts for `perplexity`; every second window, whole, counts
     for `perplexity_all`. A text too short to have a later half has both measures over all its tokens.
     """
-    if window is None:
-        window = min(512, model.config.max_positions or 512)
-    check_length(model.config, window)
+    window = _window(model, window)
     stream = np.asarray(tokens, np.int32)
     if start is not None:
         stream = np.concatenate([[start], stream])
@@ -70,6 +69,39 @@ def perplexity(
     return Scores(_exp(later.mean()), _exp(whole.mean()), targets, float(whole.sum()))
 
 
+def document_perplexity(
+    model: LanguageModel,
+    documents: Sequence[Sequence[int]],
+    *,
+    start: int,
+    window: int | None = None,
+    batch: int = 8,
+    quiet: bool = False,
+) -> Scores:
+    """Scores documents that know nothing of each other: each follows `start`, with which it is cut at `window` tokens,
+    and its end does not count. Both measures are over all tokens."""
+    window = _window(model, window)
+    rows = [[start, *ids[: window - 1]] for ids in documents]
+    graph, state = nnx.split(model)
+    sums = []
+    with Progress("evaluate", len(rows), quiet=quiet) as progress:
+        for first in range(0, len(rows), batch):
+            chosen = rows[first : first + batch]
+            sums.append(_total(graph, state, Batch(pad_rows(chosen, batch, window))))
+            progress.advance(len(chosen))
+    loss, tokens = _added(sums)
+    if not tokens:
+        raise InputError(f"{len(rows)} documents without a token cannot be scored: give others")
+    return Scores(_exp(loss / tokens), _exp(loss / tokens), tokens, loss)
+
+
+def _window(model: LanguageModel, window: int | None) -> int:
+    """A window the model has positions for; 512 unless told, or as much as learned positions reach."""
+    window = min(512, model.config.max_positions or 512) if window is None else window
+    check_length(model.config, window)
+    return window
+
+
 def cut(stream: np.ndarray, starts: range, window: int, batch: int) -> Int[np.ndarray, "b n"]:
     """`batch` rows of window + 1 tokens from each start, filled up with zeros."""
     rows = np.zeros((batch, window + 1), np.int32)
@@ -91,8 +123,13 @@ def pair_perplexity(model: LanguageModel, pairs: Buckets) -> float:
     """Perplexity of the targets' tokens, given their sources."""
     graph, state = nnx.split(model)
     sums = [_total(graph, state, pairs.batch(index).whole()) for index in range(len(pairs))]
-    loss, tokens = (sum(float(x) for x in column) for column in zip(*sums))
+    loss, tokens = _added(sums)
     return _exp(loss / tokens)
+
+
+def _added(sums: list[tuple[Array, Array]]) -> tuple[float, int]:
+    losses, tokens = zip(*sums)
+    return sum(map(float, losses)), sum(map(int, tokens))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -63,6 +63,16 @@ def test_convert_evaluate_generate_merge(tmp_path, text_file):
     assert len(both["text"]) == 2
 
 
+def test_evaluate_documents_by_themselves(model, tmp_path, call):
+    stories = tmp_path / "stories.txt"
+    stories.write_text("\n<|endoftext|>\n".join(["The old fox.", "The river " * 20, "A lamp."]))
+    options = ["--documents", "--window=16", "--batch=1"]
+    _, two = call("evaluate", f"--model={model}", f"--data=text:{stories}", *options, "--first=2")
+    stories.write_text("The old fox.")
+    _, one = call("evaluate", f"--model={model}", f"--data=text:{stories}", *options)
+    assert two["documents"] == 2 and two["tokens"] == one["tokens"] + 15 and one["perplexity"] > 1
+
+
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory):
     from conftest import micro_mt
@@ -99,9 +109,9 @@ def test_convert_translate_evaluate(translator, tmp_path):
     assert rows[0][2] == texts[0] and float(rows[0][1]) >= float(rows[1][1])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.txt", "merged", "out.txt", "rnn"]
 
-    (tmp_path / "pairs.tsv").write_text("six\tsechs\nten\tzehn\n")
-    scored = t2r("evaluate", f"--model={tmp_path}/merged", f"--data=tsv:{tmp_path}/pairs.tsv", "--beam=2", "--moses=de")
-    found = result(scored)
+    (tmp_path / "pairs.tsv").write_text("six\tsechs\nten\tzehn\none\teins\n")
+    options = [f"--data=tsv:{tmp_path}/pairs.tsv", "--first=2", "--beam=2", "--moses=de"]
+    found = result(t2r("evaluate", f"--model={tmp_path}/merged", *options))
     assert found["sentences"] == 2 and 0 <= found["bleu"] <= 100 and 0 <= found["exact_match"] <= 1
     assert "tok:13a" in found["signature"] and {"chrf", "tokenized_bleu"} <= found.keys()
 

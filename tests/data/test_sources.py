@@ -35,6 +35,15 @@ def test_a_file_is_cut_into_consecutive_parts(tmp_path):
     assert [part.count("\n") for part in parts] == [180, 10, 10]
 
 
+def test_a_file_may_say_where_its_documents_end(tmp_path):
+    path = tmp_path / "stories.txt"
+    path.write_text("one\nmore\n<|endoftext|>\n\ntwo: a <|endoftext|> within\n<|endoftext|>\r\n<|endoftext|>")
+    assert load_documents(f"text:{path}", "all") == ["one\nmore", "two: a <|endoftext|> within"]
+    path.write_text("<|endoftext|>\n" * 2)
+    with pytest.raises(InputError, match="nothing between them"):
+        load_documents(f"text:{path}", "all")
+
+
 def test_compressed_files_are_read(tmp_path):
     path = tmp_path / "text.txt.gz"
     path.write_bytes(gzip.compress("schöne Grüße\n".encode()))

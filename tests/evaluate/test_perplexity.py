@@ -8,7 +8,7 @@ import pytest
 
 from conftest import make_model, micro, random_tokens
 from t2r.errors import InputError
-from t2r.evaluate.perplexity import bits_per_byte, per_word, perplexity
+from t2r.evaluate.perplexity import bits_per_byte, document_perplexity, per_word, perplexity
 
 MODEL = make_model(micro(layers=1))
 LOG_PROBS = jax.jit(lambda tokens: MODEL.log_probs(MODEL(tokens)[0]))
@@ -46,6 +46,17 @@ def test_the_first_token_is_predicted_from_the_end_of_text(model):
     with_start = perplexity(model, stream, window=32, start=2, quiet=True)
     by_hand = perplexity(model, np.concatenate([[2], stream]), window=32, quiet=True)
     assert with_start == by_hand and with_start.tokens == 20
+
+
+def test_documents_are_scored_by_themselves(model):
+    """Each after `start`, with which it is cut at the window; whatever shares its batch, or is empty."""
+    documents = [np.asarray(random_tokens(1, length, seed=length))[0].tolist() for length in (5, 40, 15)]
+    scores = document_perplexity(model, [*documents, []], start=2, window=16, batch=2, quiet=True)
+    losses = np.concatenate([nll(np.array([2, *ids]), 0, 15) for ids in documents])
+    assert scores.tokens == len(losses) == 5 + 15 + 15
+    assert scores.perplexity == scores.perplexity_all == pytest.approx(math.exp(losses.mean()), rel=1e-4)
+    with pytest.raises(InputError, match="without a token"):
+        document_perplexity(model, [[]], start=2, window=16, batch=2, quiet=True)
 
 
 def test_per_word_and_per_byte_count_the_same_bits(model):
