@@ -1,16 +1,17 @@
 """A model is a directory: config.json, model.safetensors, the tokenizer, provenance.json."""
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from t2r.convert import tensors
 from t2r.data.tokenizer import Tokenizer, TokenizerPair, load_pair, load_tokenizer
 from t2r.errors import InputError, raise_all
 from t2r.model.config import RUNTIME_FIELDS, ModelConfig, from_dict
@@ -49,8 +50,7 @@ def save(path: Path, content: Model, *, replace: bool = False, dtype: str = "flo
     unfinished.mkdir(parents=True)
     config = {"format": FORMAT, "family": _family(content.model.config), **content.model.config.to_dict()}
     (unfinished / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    arrays = {name: np.asarray(array).astype(dtype) for name, array in arrays_of(content.model).items()}
-    save_file(arrays, unfinished / "model.safetensors")
+    tensors.write(unfinished / "model.safetensors", arrays_of(content.model), dtype)
     content.tokenizer.save(unfinished)
     (unfinished / "provenance.json").write_text(json.dumps(content.provenance, indent=1) + "\n")
     old = path.with_name(f"{path.name}.{os.getpid()}.old")
@@ -64,7 +64,7 @@ def load(path: str | Path, **runtime: Any) -> Model:
     """Reads a directory; `runtime` overrides fields that leave the parameters alone, such as dtype and dropout."""
     path = resolve(str(path))
     config = load_config(path, **runtime)
-    model = with_arrays(abstract_model(config), load_arrays(path / "model.safetensors", config))
+    model = with_arrays(abstract_model(config), load_arrays(path, config))
     tokenizer = load_pair(path) if config.encoder_layers else load_tokenizer(path)
     return Model(model, tokenizer, json.loads(_read(path / "provenance.json")))
 
@@ -100,25 +100,23 @@ def _family(config: ModelConfig) -> str:
 
 def load_arrays(path: Path, config: ModelConfig) -> dict[str, jnp.ndarray]:
     """The model's arrays in float32; missing, unknown and misshapen ones are all listed in one error."""
-    if not path.exists():
-        raise InputError(f"no {path}: the model directory has lost its weights, copy or convert it again")
     expected = {name: array.shape for name, array in arrays_of(abstract_model(config)).items()}
-    arrays, problems = {}, []
-    try:
-        with safe_open(path, framework="numpy") as file:
-            names = set(file.keys())
-            problems += [f"{name} is missing" for name in sorted(expected.keys() - names)]
-            problems += [f"{name} is unknown" for name in sorted(names - expected.keys())]
-            for name in sorted(names & expected.keys()):
-                shape = tuple(file.get_slice(name).get_shape())
-                if shape != expected[name]:
-                    problems.append(f"{name} has shape {shape}, the config asks for {expected[name]}")
-                elif not problems:
-                    arrays[name] = jnp.asarray(file.get_tensor(name), jnp.float32)
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"cannot read {path}: {error}; it is damaged or cut short, copy it again") from None
-    raise_all(f"{path} does not fit its config.json:", problems)
-    return arrays
+    found = tensors.Tensors(path)
+    problems = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
+    problems += [f"{name} is unknown" for name in sorted(found.keys() - expected.keys())]
+    problems += [
+        f"{name} has shape {found[name].shape}, the config asks for {expected[name]}"
+        for name in sorted(found.keys() & expected.keys())
+        if found[name].shape != expected[name]
+    ]
+    raise_all(f"{path / 'model.safetensors'} does not fit its config.json:", problems)
+    largest_first = sorted(expected, key=lambda name: -math.prod(expected[name]))  # while there is most room to copy
+    return {name: _copied(found[name]) for name in largest_first}
+
+
+def _copied(array: np.ndarray) -> jnp.ndarray:
+    """An array that no longer needs its file, before the next one is read."""
+    return jax.device_put(np.asarray(array, np.float32), may_alias=False).block_until_ready()
 
 
 def _read(path: Path) -> str:

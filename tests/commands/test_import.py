@@ -2,13 +2,16 @@
 
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import sentencepiece
 
 from conftest import PROSE, error
-from t2r.convert import model_dir
+from t2r.convert import model_dir, tensors
 from t2r.data.tokenizer import SentencePiece
 from tests.convert.make_references import FOLDER
 
@@ -72,6 +75,52 @@ def test_a_translation_model_comes_with_its_pieces(tmp_path, call):
     status, result = call("translate", *flags)
     assert status == 0, result
     assert len((tmp_path / "out").read_text().splitlines()) == 3
+
+
+HIGH_WATER = """
+import importlib, sys
+from absl import flags
+from t2r.convert import model_dir
+
+command = importlib.import_module("t2r.commands.import")
+
+def high_water():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+def import_and_load(source):
+    flags.FLAGS(["t2r", f"--source={source}", f"--output={source}/ours"])
+    command.main()
+    return model_dir.load(f"{source}/ours")
+
+small = import_and_load(sys.argv[1])
+before = high_water()
+large = import_and_load(sys.argv[2])
+print(high_water() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the most memory a process has had")
+def test_a_model_is_never_in_memory_twice(tmp_path):
+    """Neither in the type it comes in beside float32, nor on its way to the disk and back."""
+    small, large = (shutil.copytree(FOLDER / "llama", tmp_path / name) for name in ("small", "large"))
+    for folder in (small, large):
+        with_tokenizer(folder)
+    width, hidden, vocabulary = 1024, 2560, 4096
+    config = json.loads((large / "config.json").read_text())
+    config |= {"hidden_size": width, "head_dim": width // 4, "intermediate_size": hidden, "vocab_size": vocabulary}
+    (large / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    sizes = {16: width, 24: hidden, 61: vocabulary, 8: width // 2}  # the small model's, and this one's
+    arrays = {}
+    for name, array in tensors.Tensors(small).items():
+        for layer in range(4) if ".0." in name else [] if ".1." in name else [0]:
+            shape = [sizes[size] for size in array.shape]
+            arrays[name.replace(".0.", f".{layer}.")] = np.zeros(shape, np.float16)
+    tensors.write(large / "model.safetensors", arrays, "bfloat16")
+    command = [sys.executable, "-c", HIGH_WATER, small, large]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER.parents[2])
+    assert run.returncode == 0, run.stderr
+    size = (large / "ours" / "model.safetensors").stat().st_size
+    assert size > 150e6 and int(run.stdout.splitlines()[-1]) < 1.3 * size
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 
 from conftest import error
 from t2r.convert.importers import hugging_face
-from t2r.convert.importers.tensors import Tensors
 from t2r.convert.merge import merge
 from t2r.convert.swap import swap
+from t2r.convert.tensors import Tensors
 from t2r.decode.generate import go_on, start, start_translation
 from t2r.errors import InputError
 from t2r.evaluate.logits import logits_of
@@ -138,7 +138,7 @@ def damage(folder, kind):
 @pytest.mark.parametrize(
     ("kind", "messages"),
     [
-        ("cut short", ["is cut short", "copy it again"]),
+        ("cut short", ["damaged or cut short", "copy it again"]),
         ("no header", ["model.safetensors is damaged"]),
         ("wrong type", ["model.norm.weight is of type I64"]),
         ("another vocabulary", ["embed_tokens.weight has shape (61, 16)", "lm_head.weight"]),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from t2r.convert.importers.names import Row, bias_to_heads, from_heads, load, to_heads, transposed
-from t2r.convert.importers.tensors import Tensors
+from t2r.convert.tensors import Tensors
 from t2r.errors import InputError, raise_all
 from t2r.model.config import AttentionSpec, ModelConfig, from_dict
 

@@ -1,8 +1,10 @@
-"""Weights in safetensors files, one or many with an index, each read when it is asked for."""
+"""Weights in safetensors files, read and written array by array: a model is never in memory twice."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +15,7 @@ TYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64"
 
 
 class Tensors(Mapping):
-    """name → array, mapped from disk: a model is never in memory twice."""
+    """name → array, mapped from disk for as long as it is held; of one file, or many with an index."""
 
     def __init__(self, folder: Path):
         self._entries: dict[str, tuple[Path, dict, int]] = {}
@@ -21,7 +23,7 @@ class Tensors(Mapping):
         for path in _files(folder):
             try:
                 self._read_header(path, problems)
-            except (OSError, ValueError, KeyError) as error:
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 problems.append(f"{path.name} is damaged or cut short ({error}): copy it again")
         raise_all(f"weights in {folder}:", problems)
 
@@ -36,16 +38,17 @@ class Tensors(Mapping):
         for name, entry in header.items():
             if entry["dtype"] not in TYPES:
                 problems.append(f"{name} is of type {entry['dtype']}: {', '.join(TYPES)} can be read")
-            elif 8 + length + entry["data_offsets"][1] > size:
-                problems.append(f"{path.name} is cut short: {name} lies beyond its end; copy it again")
-            else:
-                self._entries[name] = path, entry, 8 + length
+                continue
+            begin, end = entry["data_offsets"]
+            if not (0 <= begin == end - _bytes(entry) and 8 + length + end <= size):
+                raise ValueError(f"{name} does not fit into its {size:,} bytes")
+            self._entries[name] = path, entry, 8 + length
 
     def __getitem__(self, name: str) -> np.ndarray:
         path, entry, start = self._entries[name]
         kind, offset = np.dtype(TYPES[entry["dtype"]]), start + entry["data_offsets"][0]
         shape = tuple(entry["shape"])
-        if not int(np.prod(shape)):
+        if not _bytes(entry):
             return np.zeros(shape, kind)
         return np.memmap(path, kind, "r", offset, shape)
 
@@ -56,14 +59,35 @@ class Tensors(Mapping):
         return len(self._entries)
 
 
+def write(path: Path, arrays: Mapping[str, Any], dtype: str) -> None:
+    """Writes arrays of any type as `dtype`, each turned into it on its way to the disk."""
+    kind = np.dtype(dtype)
+    code = next(code for code, known in TYPES.items() if kind == known)
+    header, end = {}, 0
+    for name, array in arrays.items():
+        begin, end = end, end + array.size * kind.itemsize
+        header[name] = {"dtype": code, "shape": array.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # data begins at a multiple of 8
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in arrays.values():
+            file.write(np.ascontiguousarray(array, kind).reshape(-1).view(np.uint8))
+
+
+def _bytes(entry: dict[str, Any]) -> int:
+    return math.prod(entry["shape"]) * np.dtype(TYPES[entry["dtype"]]).itemsize
+
+
 def _files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         path = folder / "model.safetensors"
         if not path.exists():
             others = sorted(p.name for p in folder.glob("*.bin"))
-            hint = f"; {others[0]} is a pickle, which may run code: save the model as safetensors" if others else ""
-            raise InputError(f"no model.safetensors, and no index of several, in {folder}{hint}")
+            pickle = "{} is a pickle, which may run code: save the model as safetensors"
+            hint = pickle.format(others[0]) if others else "copy it there"
+            raise InputError(f"no model.safetensors, and no index of several, in {folder}; {hint}")
         return [path]
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
