@@ -141,9 +141,10 @@ def _step(model: Seq2Seq, search: Search, *, limits: Array, ends: tuple[int, int
     hidden, state = model(last.reshape(batch * size, 1), state=search.state)
     log_probs = model.log_probs(hidden[:, 0]).reshape(batch, size, -1)
     vocabulary = log_probs.shape[-1]
-    # At its limit a translation can only end.
-    must_end = (step >= limits)[:, None, None] & (jnp.arange(vocabulary) != end)
-    sums = search.sums[:, :, None] + jnp.where(must_end, NEVER, log_probs)
+    # At its limit a translation can only end; and what only starts translations, such as Marian's <pad>, is in none.
+    ids = jnp.arange(vocabulary)
+    never = ((step >= limits)[:, None, None] & (ids != end)) | ((ids == start) & (ids != end))
+    sums = search.sums[:, :, None] + jnp.where(never, NEVER, log_probs)
 
     # Twice as many candidates as beams: if all of the best ones end, as many are left to live on.
     sums, flat = jax.lax.top_k(sums.reshape(batch, -1), min(2 * size, size * vocabulary))

@@ -68,6 +68,15 @@ def test_a_beam_that_misses_nothing_finds_what_enumeration_finds(kind, penalty, 
     assert sorted(h.tokens for h in found) == sorted(every)
 
 
+def test_what_starts_a_translation_is_in_none():
+    """Marian starts from <pad>, which it may like and must not write; six of these nine translations would have it."""
+    model = make_model(micro_mt(vocab_size=12))
+    sources = sources_of(random_sources([6, 3, 4], 12), 6)
+    found = translate(model, sources, start=4, end=END, beam=Beam(3), limits=[8] * 3)
+    assert all(len(hypotheses) == 3 for hypotheses in found)
+    assert not [h for hypotheses in found for h in hypotheses if 4 in h.tokens]
+
+
 def naive_search(next_log_probs, beam, limit):
     """The definition, with lists: `next_log_probs(prefix)` of one sentence."""
     living, results = [(0.0, [])], []
