@@ -37,5 +37,5 @@ def get_config(variant: str = "text"):
         config.teacher.update(writes=variant == "distilled", temperature=0.0)
     else:
         config.data.update(source="text:text.txt", length=256, batch=64)
-        config.teacher.writes = variant == "data_free"
+        config.teacher.writes = config.data.documents = variant == "data_free"
     return config

@@ -32,6 +32,7 @@ VARIANTS = (
     + [f"tatoeba.py:{row}" for row in ROWS]
     + [f"wmt.py:{pair}/{row}" for pair in module("wmt").PAIRS for row in ROWS]
     + [f"wikitext103.py:{row}" for row in module("wikitext103").ROWS]
+    + [f"convert.py:{variant}" for variant in module("convert").VARIANTS]
 )
 
 
@@ -44,7 +45,7 @@ def test_every_row_is_a_valid_run(variant):
 
 
 def test_rows_that_are_not_there_are_refused():
-    for name in ("wmt.py:en_es/t2r", "wmt.py:en_de/t2rr", "wikitext103.py:t2r_7", "tatoeba.py:lstm"):
+    for name in ("wmt.py:en_es/t2r", "wmt.py:en_de/t2rr", "wikitext103.py:t2r_7", "tatoeba.py:lstm", "convert.py:all"):
         with pytest.raises(InputError, match="choose one of"):
             load_config(f"{CONFIGS}/{name}")
 

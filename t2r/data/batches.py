@@ -1,4 +1,5 @@
-"""Tokens → batches: blocks of contiguous tokens, shuffled anew each epoch, from an iterator that can be saved."""
+"""Tokens → batches: blocks of contiguous tokens, or documents, shuffled anew each epoch, from an iterator that can be
+saved."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,7 +8,7 @@ import grain
 import numpy as np
 
 from t2r.errors import InputError
-from t2r.model.loss import Batch
+from t2r.model.loss import Batch, pad_rows
 
 
 class Part(NamedTuple):
@@ -43,19 +44,42 @@ class Blocks:
         return Batch(np.stack([self[number] for number in numbers]))
 
 
-def training_batches(
-    tokens: np.ndarray, *, length: int, batch: int, seed: int, parts: int = 1
-) -> grain.DatasetIterator:
-    """An endless iterator of lists of `parts` batches, together `batch` blocks; get_state and set_state resume it."""
-    blocks = Blocks(tokens, length)
-    if len(blocks) < batch:
+class Documents:
+    """Rows of at most `length` tokens and their successors that each hold one document, after `start`, or, of one that
+    is longer, the next piece."""
+
+    def __init__(self, tokens: np.ndarray, ends: np.ndarray, length: int, start: int):
+        self._tokens, self._length, self._start = tokens, length, start
+        begins = np.concatenate([[0], ends[:-1]])
+        pieces = -(-(ends - begins) // length)
+        within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        self._first = np.repeat(begins, pieces) + within * length
+        self._last = np.minimum(self._first + length, np.repeat(ends, pieces))
+        self._opens = within == 0
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        first, last = self._first[index], self._last[index]
+        before = self._start if self._opens[index] else self._tokens[first - 1]
+        return np.append(before, self._tokens[first:last]).astype(np.int32)
+
+    def read(self, numbers: np.ndarray) -> Batch:
+        """Some of them, ended by padding."""
+        return Batch(pad_rows([self[number] for number in numbers], len(numbers), self._length + 1))
+
+
+def training_batches(rows: Blocks | Documents, *, batch: int, seed: int, parts: int = 1) -> grain.DatasetIterator:
+    """An endless iterator of lists of `parts` batches, together `batch` rows; get_state and set_state resume it."""
+    if len(rows) < batch:
         raise InputError(
-            f"{len(tokens):,} training tokens make {len(blocks)} blocks of data.length={length}, fewer than "
-            f"data.batch={batch}: lower one of them or give more text"
+            f"the training data makes {len(rows)} rows of data.length, fewer than data.batch={batch}: lower one of "
+            "them or give more text"
         )
-    numbers = grain.MapDataset.range(len(blocks)).seed(seed).shuffle().repeat()
+    read, numbers = rows.read, grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat()
     # No prefetch threads: these are numbers only, and the state stays a plain count.
     in_order = numbers.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     return iter(
-        in_order.batch(batch // parts).batch(parts, batch_fn=lambda found: [Part(rows, blocks.read) for rows in found])
+        in_order.batch(batch // parts).batch(parts, batch_fn=lambda found: [Part(rows, read) for rows in found])
     )

@@ -5,6 +5,7 @@ examples it needs.
 """
 
 import os
+import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +36,7 @@ def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
     if folder.exists():
         return
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
+    shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     fill(unfinished)
     unfinished.rename(folder)
@@ -75,13 +77,13 @@ def tokenize(tokenizer: Tokenizer, documents: Sequence[str]) -> np.ndarray:
     return np.concatenate([np.asarray(tokenizer.encode_document(text), np.int32) for text in documents])
 
 
-def prepare_tokens(workdir: Path, spec: str, split: str, tokenizer: Tokenizer) -> np.ndarray:
-    """A split of a text as one array of ids."""
+def prepare_tokens(workdir: Path, spec: str, split: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """A split of a text as one array of ids, and where each document ends."""
 
     def fill(folder: Path) -> None:
         write_ids(folder / "tokens", ([tokenizer.encode_document(text)] for text in load_documents(spec, split)))
 
-    return read_ids(once(workdir, "tokens", _request(spec, split, tokenizer), fill) / "tokens")[0]
+    return read_ids(once(workdir, "tokens", _request(spec, split, tokenizer), fill) / "tokens")
 
 
 def prepare_pairs(workdir: Path, spec: str, split: str, tokenizer: TokenizerPair) -> EncodedPairs:

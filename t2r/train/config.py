@@ -36,6 +36,7 @@ def default_config() -> ConfigDict:
                 tokenizer="sentencepiece",  # or word; a model in init_from brings its own
                 vocab_size=4096,  # 0 with words: all of them
                 length=512,  # tokens per sequence; longer pairs are left out
+                documents=False,  # of text: a sequence is one document from its beginning, else any piece of the text
                 batch=8,  # of text: sequences per step, on all devices together
                 batch_tokens=4096,  # of pairs: padded tokens a side per step, on all devices together
                 buckets=8,  # of pairs: lengths to pad to, each compiled once

@@ -7,15 +7,17 @@ import grain
 import numpy as np
 from ml_collections import ConfigDict
 
-from t2r.data.batches import training_batches
+from t2r.data.batches import Blocks, Documents, training_batches
 from t2r.data.buckets import Buckets
 from t2r.data.pairs import is_pairs
 from t2r.data.prepared import prepare_pairs, prepare_tokenizer, prepare_tokenizers, prepare_tokens
 from t2r.data.tokenizer import Tokenizer, TokenizerPair
 from t2r.errors import InputError
-from t2r.evaluate.perplexity import pair_perplexity, perplexity
+from t2r.evaluate.perplexity import document_perplexity, pair_perplexity, perplexity
 from t2r.model.transformer import LanguageModel, check_length
 from t2r.train.teacher import written_pairs, written_tokens
+
+Texts = tuple[np.ndarray, np.ndarray]  # all ids, and where each text ends
 
 
 class Task(Protocol):
@@ -37,19 +39,25 @@ class LanguageModelling:
                 f"config.data.batch={config.data.batch} over config.accumulate={config.accumulate} must divide among "
                 f"{devices} devices"
             )
-        self._config = config
-        self._tokens, valid = _texts(config, workdir, tokenizer)
-        self._valid = np.append(tokenizer.end, valid)
-        self.summary = f"{len(self._tokens):,} tokens, {config.data.batch * config.data.length:,} a step"
+        data, self._config, self._start = config.data, config, tokenizer.end
+        (tokens, ends), self._valid = _texts(config, workdir, tokenizer)
+        by_document = data.documents
+        self._rows = Documents(tokens, ends, data.length, tokenizer.end) if by_document else Blocks(tokens, data.length)
+        self.summary = (
+            f"{len(tokens):,} tokens, in batches of {data.batch} {'documents' if by_document else 'blocks'} of "
+        )
+        self.summary += f"{data.length:,}"
 
     def batches(self) -> grain.DatasetIterator:
-        data = self._config.data
-        return training_batches(
-            self._tokens, length=data.length, batch=data.batch, seed=self._config.seed, parts=self._config.accumulate
-        )
+        config = self._config
+        return training_batches(self._rows, batch=config.data.batch, seed=config.seed, parts=config.accumulate)
 
     def validate(self, model: LanguageModel) -> float:
-        return perplexity(model, self._valid, quiet=True).perplexity
+        tokens, ends = self._valid
+        options = dict(window=self._config.data.length, quiet=True)
+        if self._config.data.documents:
+            return document_perplexity(model, np.split(tokens, ends[:-1]), start=self._start, **options).perplexity
+        return perplexity(model, np.append(self._start, tokens), **options).perplexity
 
 
 class Translation:
@@ -107,16 +115,17 @@ def learn_tokenizer(config: ConfigDict, workdir: Path) -> Tokenizer | TokenizerP
     return prepare_tokenizers(workdir, source, split, data.tokenizer, *sizes, data.joint_tokenizer)
 
 
-def _texts(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens to train on, and to validate on."""
+def _texts(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> tuple[Texts, Texts]:
+    """Texts to train on, and to validate on."""
     train, valid = _splits(config)
     if not config.teacher.writes:
         return prepare_tokens(workdir, *train, tokenizer), prepare_tokens(workdir, *valid, tokenizer)
     tokens, ends = written_tokens(config, workdir, tokenizer)
     if config.data.valid:
-        return tokens, prepare_tokens(workdir, *valid, tokenizer)
-    bound = ends[len(ends) * 19 // 20 - 1]
-    return tokens[:bound], tokens[bound:]
+        return (tokens, ends), prepare_tokens(workdir, *valid, tokenizer)
+    count = len(ends) * 19 // 20
+    bound = ends[count - 1]
+    return (tokens[:bound], ends[:count]), (tokens[bound:], ends[count:] - bound)
 
 
 def _splits(config: ConfigDict) -> tuple[tuple[str, str], tuple[str, str]]:

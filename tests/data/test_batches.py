@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from t2r.data.batches import Blocks, training_batches
+from t2r.data.batches import Blocks, Documents, training_batches
 from t2r.data.prepared import prepare_tokenizer, prepare_tokens
 from t2r.errors import InputError
 
@@ -14,8 +14,16 @@ def test_blocks_are_contiguous_and_overlap_by_the_one_token_they_predict():
     np.testing.assert_array_equal(blocks[1], np.arange(10, 21))
 
 
+def test_documents_begin_rows_and_long_ones_go_on_in_the_next():
+    documents = Documents(np.arange(10, 22), np.array([3, 10, 12]), 4, start=7)
+    found = documents.read(np.arange(len(documents))).tokens
+    assert found.tolist() == [
+        [7, 10, 11, 12, -1], [7, 13, 14, 15, 16], [16, 17, 18, 19, -1], [7, 20, 21, -1, -1]
+    ]  # fmt: skip
+
+
 def test_every_epoch_has_each_block_once_in_another_order():
-    batches = training_batches(np.arange(81), length=10, batch=4, seed=1)
+    batches = training_batches(Blocks(np.arange(81), 10), batch=4, seed=1)
     epochs = [np.concatenate([next(batches)[0].whole().tokens[:, 0] for _ in range(2)]) for _ in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(0, 80, 10))
@@ -24,12 +32,12 @@ def test_every_epoch_has_each_block_once_in_another_order():
 
 @pytest.mark.parametrize(("batch", "parts"), [(1, 1), (3, 1), (6, 3)])
 def test_a_saved_iterator_goes_on_where_it_was(batch, parts):
-    batches = training_batches(np.arange(101), length=10, batch=batch, seed=2, parts=parts)
+    batches = training_batches(Blocks(np.arange(101), 10), batch=batch, seed=2, parts=parts)
     for _ in range(7):
         next(batches)
     state = batches.get_state()
     expected = [next(batches) for _ in range(9)]
-    again = training_batches(np.arange(101), length=10, batch=batch, seed=2, parts=parts)
+    again = training_batches(Blocks(np.arange(101), 10), batch=batch, seed=2, parts=parts)
     again.set_state(state)
     for found, wanted in zip((next(again) for _ in range(9)), expected):
         assert len(found) == parts and found[0].whole().tokens.shape == (batch // parts, 11)
@@ -37,8 +45,8 @@ def test_a_saved_iterator_goes_on_where_it_was(batch, parts):
 
 
 def test_too_little_text_is_refused():
-    with pytest.raises(InputError, match=r"2 blocks of data.length=10, fewer than data.batch=3"):
-        training_batches(np.arange(25), length=10, batch=3, seed=0)
+    with pytest.raises(InputError, match=r"2 rows of data.length, fewer than data.batch=3"):
+        training_batches(Blocks(np.arange(25), 10), batch=3, seed=0)
 
 
 def test_the_tokenizer_is_learned_once(tmp_path, text_file):
@@ -51,12 +59,12 @@ def test_the_tokenizer_is_learned_once(tmp_path, text_file):
 
 def test_tokens_lie_on_disk_until_text_or_tokenizer_change(tmp_path, text_file, tokenizer):
     spec = f"text:{text_file}"
-    first = prepare_tokens(tmp_path / "run", spec, "all", tokenizer)
+    first, ends = prepare_tokens(tmp_path / "run", spec, "all", tokenizer)
+    assert ends.tolist() == [len(first)]
     assert isinstance(first, np.memmap) and first.tolist() == tokenizer.encode_document(text_file.read_text())
     (folder,) = (tmp_path / "run").iterdir()
     prepare_tokens(tmp_path / "run", spec, "all", tokenizer)
     assert list((tmp_path / "run").iterdir()) == [folder]
     text_file.write_text("another text\n")
-    assert prepare_tokens(tmp_path / "run", spec, "all", tokenizer).tolist() == tokenizer.encode_document(
-        "another text\n"
-    )
+    again, _ = prepare_tokens(tmp_path / "run", spec, "all", tokenizer)
+    assert again.tolist() == tokenizer.encode_document("another text\n")

@@ -39,7 +39,7 @@ def test_a_wikitext_is_its_files_article_by_article(tmp_path, data_dir, call):
         assert "".join(load_documents("tfds:wikitext103", split)) == text
     (tmp_path / "whole.txt").write_text(texts["train"])
     words = Words.train(texts["train"], 0)
-    found = [prepare_tokens(tmp_path / "run", spec, split, words).tolist()
+    found = [prepare_tokens(tmp_path / "run", spec, split, words)[0].tolist()
              for spec, split in (("tfds:wikitext103", "train"), (f"text:{tmp_path}/whole.txt", "all"))]  # fmt: skip
     assert found[0] == found[1]
 
