@@ -227,12 +227,12 @@ class LinearAttention(_Linear, _Projected):
 
     def _worth_merging(self, x: Float[Array, "b n width"]) -> bool:
         """Whether one narrow product for all these tokens, and one to make it, are fewer operations than two each."""
-        width, size = x.shape[-1], self.shape.head_dim
-        if not self.mergeable:
+        width, size, tokens = x.shape[-1], self.shape.head_dim, x.shape[0] * x.shape[1]
+        if not self.mergeable or not isinstance(tokens, int):  # exported programs are for any number
             return False
         features = self.feature_map.weight.shape[1]
         apart, together = width * size + size * features, width * features
-        return x.shape[0] * x.shape[1] * (apart - together) > width * size * features
+        return tokens * (apart - together) > width * size * features
 
 
 class MergedLinearAttention(_Linear):

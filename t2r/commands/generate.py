@@ -9,6 +9,7 @@ Give --prompt several times for several texts at once.
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of
 def main() -> dict[str, Any]:
     from t2r.console import say
     from t2r.convert import model_dir
-    from t2r.decode.generate import go_on, read, start
+    from t2r.data.tokenizer import stops_of
+    from t2r.decode.generate import go_on, read, start, until
     from t2r.decode.sampling import Sampling
     from t2r.decode.state_file import load_generation, save_generation
     from t2r.errors import InputError
@@ -51,13 +53,15 @@ def main() -> dict[str, Any]:
         generation = start(model, texts, _LENGTH.value, seed=_SEED.value)
 
     streaming = len(generation.done) == 1
-    printer = Stream(tokenizer, _PROMPT.value[0] if _PROMPT.value else "") if streaming else None
+    ends = stops_of(tokenizer)
+    begin = _PROMPT.value[0] if _PROMPT.value else ""
+    printer = Stream(tokenizer, begin, lambda ids: until(ids, ends)) if streaming else None
     began = time.perf_counter()
     generation, rows = go_on(
         model,
         generation,
         _LENGTH.value,
-        end=tokenizer.stop,
+        end=ends,
         sampling=sampling,
         on_tokens=printer,
         segment=8 if streaming else 64,
@@ -86,15 +90,13 @@ def main() -> dict[str, Any]:
 class Stream:
     """Prints a text as its tokens come; holds back a character that is not yet complete."""
 
-    def __init__(self, tokenizer, prompt: str):
-        self._tokenizer, self._ids, self._shown = tokenizer, [], 0
+    def __init__(self, tokenizer, prompt: str, cut: Callable[[list[int]], list[int]]):
+        self._tokenizer, self._ids, self._shown, self._cut = tokenizer, [], 0, cut
         sys.stdout.write(prompt + tokenizer.glue if prompt else "")
         sys.stdout.flush()
 
     def __call__(self, tokens) -> None:
-        self._ids += [int(token) for token in tokens[0]]
-        if self._tokenizer.stop in self._ids:
-            self._ids = self._ids[: self._ids.index(self._tokenizer.stop)]
+        self._ids = self._cut([*self._ids, *(int(token) for token in tokens[0])])
         self._show(self._tokenizer.decode(self._ids).rstrip("\ufffd"))
 
     def _show(self, text: str) -> None:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -207,13 +208,15 @@ class Hub:
     kind, glue = "hub", ""
     file, ids_file = "tokenizer.json", "tokenizer_ids.json"
 
-    def __init__(self, content: str, begin: int | None, stop: int, start: int | None = None):
+    def __init__(
+        self, content: str, begin: int | None, stop: int, start: int | None = None, other_stops: Sequence[int] = ()
+    ):
         from tokenizers import Tokenizer as Tokens
 
         self._content, self._begin = content, begin
         self._tokens = Tokens.from_str(content)
         self.vocab_size = self._tokens.get_vocab_size()
-        self.stop, self.begins = stop, begin is not None
+        self.stop, self.begins, self.other_stops = stop, begin is not None, tuple(other_stops)
         self.end = stop if begin is None else begin
         self.start = stop if start is None else start
 
@@ -236,7 +239,7 @@ class Hub:
 
     def save(self, folder: Path) -> None:
         (folder / self.file).write_text(self._content, "utf-8")
-        ids = {"begin": self._begin, "stop": self.stop, "start": self.start}
+        ids = {"begin": self._begin, "stop": self.stop, "start": self.start, "other_stops": self.other_stops}
         (folder / self.ids_file).write_text(json.dumps(ids) + "\n")
 
 
@@ -284,6 +287,12 @@ def train_tokenizer(kind: str, text: str, vocab_size: int, *, sentences: bool = 
     if kind not in LEARNED:
         raise InputError(f"unknown tokenizer {kind!r}: choose one of {', '.join(LEARNED)}")
     return LEARNED[kind].train(text, vocab_size, sentences=sentences)
+
+
+def stops_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """All ids that end a text that is being written. Where texts begin with a token, a second one ends them, too."""
+    begins = (tokenizer.end,) if tokenizer.begins else ()
+    return tuple(dict.fromkeys((tokenizer.stop, *getattr(tokenizer, "other_stops", ()), *begins)))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -18,6 +18,7 @@ from t2r.model.loss import remember
 from t2r.model.transformer import DecodeState, LanguageModel, Seq2Seq, check_length, grow
 
 PREFILL_CHUNK = 256
+Ends = int | tuple[int, ...]
 
 
 class Generation(NamedTuple):
@@ -96,18 +97,20 @@ def _prefill(graph, arrays, state: DecodeState, tokens: Array, mask: Array) -> D
     return nnx.merge(graph, arrays)(tokens, state=state, mask=mask)[1]
 
 
-def step(model: LanguageModel, generation: Generation, sampling: Sampling, end: int) -> Generation:
+def step(model: LanguageModel, generation: Generation, sampling: Sampling, end: Ends) -> Generation:
     """One more token for each text; texts that are done repeat their end, and their state stays."""
+    ends = ends_of(end)
     hidden, state = model(generation.last[:, None], state=generation.state, mask=~generation.done[:, None])
     key, draw = jax.random.split(jax.random.wrap_key_data(generation.key))
     token = choose(model.log_probs(hidden[:, -1]), sampling, draw)
-    token = jnp.where(generation.done, end, token)
-    return Generation(state, token, generation.done | (token == end), jax.random.key_data(key))
+    token = jnp.where(generation.done, ends[0], token)
+    ended = functools.reduce(jnp.logical_or, [token == one for one in ends])
+    return Generation(state, token, generation.done | ended, jax.random.key_data(key))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5), donate_argnums=2)
 def scan_steps(
-    graph, arrays, generation: Generation, count: int, sampling: Sampling, end: int
+    graph, arrays, generation: Generation, count: int, sampling: Sampling, end: Ends
 ) -> tuple[Generation, Int[Array, "count b"]]:
     """`count` steps in one compiled loop."""
     model = nnx.merge(graph, arrays)
@@ -124,7 +127,7 @@ def go_on(
     generation: Generation,
     length: int,
     *,
-    end: int,
+    end: Ends,
     sampling: Sampling = Sampling(),
     on_tokens: Callable[[np.ndarray], None] | None = None,
     segment: int = 64,
@@ -147,7 +150,7 @@ def go_on(
         if bool(generation.done.all()):
             break
     rows = np.concatenate(pieces, 1) if pieces else np.zeros((len(generation.done), 0), int)
-    return generation, [_until(row, end) for row in rows.tolist()]
+    return generation, [until(row, end) for row in rows.tolist()]
 
 
 def fork(generation: Generation, copies: int) -> Generation:
@@ -178,5 +181,12 @@ def state_bytes(model: LanguageModel, batch: int, length: int) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
-def _until(row: list[int], end: int) -> list[int]:
-    return row[: row.index(end)] if end in row else row
+def until(row: list[int], end: Ends) -> list[int]:
+    """The tokens before the first that ends a text."""
+    ends = ends_of(end)
+    return row[: next((place for place, token in enumerate(row) if token in ends), len(row))]
+
+
+def ends_of(end: Ends) -> tuple[int, ...]:
+    """One id that ends texts, or several."""
+    return (end,) if isinstance(end, int) else end

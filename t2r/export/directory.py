@@ -14,7 +14,7 @@ from safetensors.flax import save_file
 
 from t2r import environment
 from t2r.convert.model_dir import Model
-from t2r.data.tokenizer import Tokenizer, TokenizerPair
+from t2r.data.tokenizer import Tokenizer, TokenizerPair, stops_of
 from t2r.errors import InputError
 from t2r.export import readme
 from t2r.export.functions import PLATFORMS, Function, Sizes, longest, lower
@@ -114,7 +114,7 @@ def _describe_tokenizer(tokenizer: Tokenizer | TokenizerPair) -> dict[str, Any]:
     """The ids that a program needs beside the tokenizer's own files, which lie in `folder`."""
     if not isinstance(tokenizer, TokenizerPair):
         before = [tokenizer.end] if tokenizer.begins else []
-        ids = {"before": before, "end": tokenizer.end, "stop": tokenizer.stop}
+        ids = {"before": before, "end": tokenizer.end, "stops": list(stops_of(tokenizer))}
         return {"kind": tokenizer.kind, "folder": ".", **ids}
     source, target = tokenizer
     before, after = _around(tokenizer.encode_source("a"), source.encode("a"))

@@ -112,7 +112,8 @@ def _notes(about: dict[str, Any]) -> list[str]:
             "A prompt is read by calling `step` with one of its tokens after the other.",
         ]
         notes += [f"A text begins with token {ids['before'][0]}."] if ids["before"] else []
-        notes.append(f"A text ends at token {ids['stop']}." if ids["stop"] >= 0 else "No token ends a text.")
+        ends = " or ".join(str(stop) for stop in ids["stops"] if stop >= 0)
+        notes.append(f"A text ends at token {ends}." if ends else "No token ends a text.")
     texts = f"is {batch}" if batch else "is any, and the same in all arrays; each new one is compiled once"
     notes.append(f"The number of texts b {texts}. They go on together, a token each a step.")
     if longest is None:

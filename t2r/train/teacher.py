@@ -18,7 +18,7 @@ from t2r.data.buckets import EncodedPairs
 from t2r.data.pairs import load_pairs
 from t2r.data.prepared import fill_once, once, read_ids, stamps_of, write_ids
 from t2r.data.sources import read_text
-from t2r.data.tokenizer import Tokenizer, TokenizerPair
+from t2r.data.tokenizer import Tokenizer, TokenizerPair, stops_of
 from t2r.decode.beam import default_limit
 from t2r.decode.generate import go_on, start, start_translation
 from t2r.decode.sampling import Sampling
@@ -41,7 +41,7 @@ def written_tokens(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> t
         check_length(model.config, max(map(len, begins)) + plan.length)
         rows = [begins[number % len(begins)] for number in range(first, first + count)]
         generation = start(model, rows, plan.length, seed=_seed(config, first))
-        _, found = go_on(model, generation, plan.length, end=tokenizer.stop, sampling=_sampling(config))
+        _, found = go_on(model, generation, plan.length, end=stops_of(tokenizer), sampling=_sampling(config))
         texts = []
         for row, ids in zip(rows, found):
             said = [*(row[1:] if row[0] == tokenizer.end else row), *ids]

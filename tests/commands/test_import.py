@@ -12,7 +12,7 @@ import sentencepiece
 
 from conftest import PROSE, error
 from t2r.convert import model_dir, tensors
-from t2r.data.tokenizer import SentencePiece
+from t2r.data.tokenizer import SentencePiece, stops_of
 from tests.convert.make_references import FOLDER
 
 
@@ -32,12 +32,14 @@ def with_tokenizer(folder):
 def test_a_language_model_comes_with_its_tokenizer(tmp_path, call):
     source = shutil.copytree(FOLDER / "llama", tmp_path / "llama")
     tokens = with_tokenizer(source)
+    (source / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": [2, 5]}')
     status, result = call("import", f"--source={source}", f"--output={tmp_path}/ours")
     assert status == 0, result
     assert (result["family"], result["layers"], result["tokenizer"]) == ("llama", 2, "hub")
     _, tokenizer, provenance = model_dir.load(tmp_path / "ours")
     assert provenance["history"][0]["action"] == "import"
     assert tokenizer.begins and (tokenizer.end, tokenizer.stop) == (1, 2)
+    assert stops_of(tokenizer) == (2, 5, 1), "all that its generation_config names, and a second beginning"
     text = "The quick fox counts two boats"
     assert tokenizer.encode(text) == tokens.encode(text, add_special_tokens=False).ids
     assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -86,7 +86,8 @@ def test_texts_stop_at_their_end_and_the_rest_go_on():
     _, rows = go_on(model, start(model, prompts, 10), 10, end=end, segment=2, on_tokens=seen.append)
     assert rows == [row[: row.index(end)] if end in row else row for row in free]
     assert np.concatenate(seen, 1).shape[1] <= 10
-    _, one = go_on(model, start(model, prompts[:1], 10), 10, end=end, segment=2)
+    ends = free[0][6], end  # as of models that end texts in several ways: whichever comes first
+    _, one = go_on(model, start(model, prompts[:1], 10), 10, end=ends, segment=2)
     assert one == rows[:1]
 
 

@@ -32,11 +32,12 @@ def hub(folder: Path, config: dict[str, Any]) -> Hub:
         files = "tokenizer.json, tokenizer.model, or vocab.json and merges.txt"
         raise InputError(f"no tokenizer in {folder}: expected {files}")
     ids = {**config, **_json(folder / "generation_config.json")}
-    stop = _first(ids.get("eos_token_id"))
+    stops = ids.get("eos_token_id")
+    stops = stops if isinstance(stops, list) else [-1 if stops is None else stops]
     # Some put a beginning before every text, which others know of and never use.
     begins = _begins(content, ids.get("bos_token_id"))
     start = ids.get("decoder_start_token_id", config.get("decoder_start_token_id"))
-    return Hub(content, ids["bos_token_id"] if begins else None, -1 if stop is None else stop, start)
+    return Hub(content, ids["bos_token_id"] if begins else None, stops[0], start, stops[1:])
 
 
 def marian(folder: Path) -> TokenizerPair:
@@ -111,10 +112,6 @@ def _begins(content: str, begin: int | None) -> bool:
 
     ids = Tokens.from_str(content).encode("a").ids
     return begin is not None and bool(ids) and ids[0] == begin
-
-
-def _first(value: int | list[int] | None) -> int | None:
-    return value[0] if isinstance(value, list) else value
 
 
 def _json(path: Path) -> dict[str, Any]:

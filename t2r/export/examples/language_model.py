@@ -21,7 +21,7 @@ state = start(weights, jax.numpy.zeros(texts, "int32"))
 for token in prompt:
     logits, state = step(weights, state, jax.numpy.full(texts, token, "int32"))
 written = [int(logits[0].argmax())]
-while len(written) < length and written[-1] != ids["stop"]:
+while len(written) < length and written[-1] not in ids["stops"]:
     logits, state = step(weights, state, jax.numpy.full(texts, written[-1], "int32"))
     written.append(int(logits[0].argmax()))
 print(decode(written), written, sep="\n")
