@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from t2r.attention.module import State
+from t2r.decode.one_kernel import OneKernel, available
 from t2r.decode.sampling import Sampling, choose
 from t2r.environment import available_memory
 from t2r.errors import InputError
@@ -97,7 +98,7 @@ def _prefill(graph, arrays, state: DecodeState, tokens: Array, mask: Array) -> D
     return nnx.merge(graph, arrays)(tokens, state=state, mask=mask)[1]
 
 
-def step(model: LanguageModel, generation: Generation, sampling: Sampling, end: Ends) -> Generation:
+def step(model: LanguageModel | OneKernel, generation: Generation, sampling: Sampling, end: Ends) -> Generation:
     """One more token for each text; texts that are done repeat their end, and their state stays."""
     ends = ends_of(end)
     hidden, state = model(generation.last[:, None], state=generation.state, mask=~generation.done[:, None])
@@ -113,13 +114,19 @@ def scan_steps(
     graph, arrays, generation: Generation, count: int, sampling: Sampling, end: Ends
 ) -> tuple[Generation, Int[Array, "count b"]]:
     """`count` steps in one compiled loop."""
-    model = nnx.merge(graph, arrays)
+    model, texts = nnx.merge(graph, arrays), len(generation.done)
+    fast = OneKernel(model, texts) if available(model, texts) else None
+    if fast is not None:
+        generation = generation._replace(state=fast.stacked(generation.state))
 
     def one(generation, _):
-        generation = step(model, generation, sampling, end)
+        generation = step(fast or model, generation, sampling, end)
         return generation, generation.last
 
-    return jax.lax.scan(one, generation, length=count)
+    generation, tokens = jax.lax.scan(one, generation, length=count)
+    if fast is not None:
+        generation = generation._replace(state=fast.unstacked(generation.state))
+    return generation, tokens
 
 
 def go_on(
