@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from t2r.attention.module import State
-from t2r.decode.one_kernel import OneKernel, available
+from t2r.decode.one_kernel import OneKernel
 from t2r.decode.sampling import Sampling, choose
 from t2r.environment import available_memory
 from t2r.errors import InputError
@@ -109,13 +109,13 @@ def step(model: LanguageModel | OneKernel, generation: Generation, sampling: Sam
     return Generation(state, token, generation.done | ended, jax.random.key_data(key))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5), donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5, 6), donate_argnums=2)
 def scan_steps(
-    graph, arrays, generation: Generation, count: int, sampling: Sampling, end: Ends
+    graph, arrays, generation: Generation, count: int, sampling: Sampling, end: Ends, one_kernel: bool = False
 ) -> tuple[Generation, Int[Array, "count b"]]:
-    """`count` steps in one compiled loop."""
+    """`count` steps in one compiled loop; `one_kernel` for models and devices of which that is `available`."""
     model, texts = nnx.merge(graph, arrays), len(generation.done)
-    fast = OneKernel(model, texts) if available(model, texts) else None
+    fast = OneKernel(model, texts) if one_kernel else None
     if fast is not None:
         generation = generation._replace(state=fast.stacked(generation.state))
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from conftest import error
 from t2r.attention import linear, softmax
 from t2r.attention.feature_map import Features, Normalizer
 from t2r.attention.kernels import chunks, pairs
+from t2r.benchmark.topology import devices_of
 
 CLAMPED, ADDED = Normalizer(clamp=True, value=2.0), Normalizer(clamp=False, value=1e-2)
 
@@ -84,3 +86,13 @@ def test_kernels_lower_for_their_devices(platform):
         with imagined_gpu() if platform == "cuda" else contextlib.nullcontext():
             text = step.trace(q, k, v, upstream).lower(lowering_platforms=(platform,)).as_text()
         assert text.count("custom_call") >= 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+def test_the_kernel_of_chunks_compiles_for_real_tpus(topology):
+    where = jax.sharding.SingleDeviceSharding(devices_of(topology)[0])
+    shapes = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=where) for x in arrays(1, 1024, 2, 1, 32, 128)]
+    kernel = functools.partial(chunks.attention, normalizer=CLAMPED, platform="tpu")
+    lowered = jax.jit(functools.partial(output_and_gradients, kernel)).trace(*shapes).lower(lowering_platforms=("tpu",))
+    assert lowered.compile().as_text().count("tpu_custom_call") >= 4
