@@ -173,7 +173,7 @@ def test_sinusoids_are_sines_and_cosines_of_the_position():
 def test_dropout_needs_a_key_and_follows_it():
     model = make_model(micro(dropout=0.3, attention_dropout=0.2, activation_dropout=0.1, adaptive_dropout=0.2))
     tokens = random_tokens(1, 9)
-    losses = lambda key: model.losses(tokens[:, :-1], tokens[:, 1:], key=key)  # noqa: E731
+    losses = jax.jit(lambda key: model.losses(tokens[:, :-1], tokens[:, 1:], key=key))
     np.testing.assert_array_equal(losses(None), losses(None))
     np.testing.assert_array_equal(losses(jax.random.key(1)), losses(jax.random.key(1)))
     assert not np.allclose(losses(jax.random.key(1)), losses(jax.random.key(2)))
