@@ -17,7 +17,7 @@ from t2r.benchmark.flops import training_flops
 from t2r.decode.generate import Generation, scan_steps
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError
-from t2r.model.layout import KV_CACHE, LINEAR_STATE, shardings, spec_of
+from t2r.layout import KV_CACHE, LINEAR_STATE, shardings, spec_of
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.model.transformer import LanguageModel
 from t2r.train.shapes import run_of_shapes

@@ -10,8 +10,8 @@ from ml_collections import ConfigDict
 
 from t2r.benchmark.flops import peak, training_flops
 from t2r.console import Progress
+from t2r.layout import shardings
 from t2r.model.config import ModelConfig
-from t2r.model.layout import shardings
 from t2r.model.loss import Batch
 from t2r.train.shapes import run_of_shapes
 from t2r.train.sharding import make_mesh, place

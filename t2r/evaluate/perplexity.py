@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from t2r.console import Progress
 from t2r.data.buckets import Buckets
 from t2r.errors import InputError
-from t2r.model.layout import constrain
+from t2r.layout import constrain
 from t2r.model.loss import Batch, pad_rows, total_loss
 from t2r.model.transformer import LanguageModel, check_length
 

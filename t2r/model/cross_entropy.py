@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from t2r.model.layout import RULES
+from t2r.layout import RULES
 
 # Logits that are held at once: half a gibibyte in float32.
 LOGITS = 2**27

@@ -7,9 +7,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from t2r.attention.dropout import dropout
 from t2r.errors import InputError
+from t2r.layout import constrain
 from t2r.model.config import ModelConfig
 from t2r.model.cross_entropy import cross_entropy
-from t2r.model.layout import constrain
 
 
 class PlainEmbedding(nnx.Module):

@@ -14,9 +14,9 @@ from t2r.attention.dropout import dropout
 from t2r.attention.module import Heads, LinearAttention, MergedLinearAttention, SoftmaxAttention, State
 from t2r.attention.softmax import KVCache
 from t2r.errors import InputError
+from t2r.layout import HIDDEN, KV_CACHE, LINEAR_STATE, constrain
 from t2r.model.config import AttentionSpec, ModelConfig
 from t2r.model.embedding import PlainEmbedding, make_embedding, sinusoids
-from t2r.model.layout import HIDDEN, KV_CACHE, LINEAR_STATE, constrain
 
 ACTIVATIONS = {
     "relu": jax.nn.relu,

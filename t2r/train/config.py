@@ -78,7 +78,7 @@ def default_config() -> ConfigDict:
                 weight_decay=0.0,  # on matrices only
                 clip_norm=1.0,  # 0: no clipping
             ),
-            # Devices along each axis (see t2r.model.layout); -1: all that the others leave.
+            # Devices along each axis (see t2r.layout); -1: all that the others leave.
             mesh=dict(data=-1, fsdp=1, tensor=1),
             log_every=10,
             eval_every=0,  # 0: at the end only

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from t2r.data.batches import Part
 from t2r.errors import InputError
-from t2r.model.layout import AXES, RULES
+from t2r.layout import AXES, RULES
 from t2r.model.loss import Batch
 
 

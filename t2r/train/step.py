@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from t2r.model.layout import shardings
+from t2r.layout import shardings
 from t2r.model.loss import Batch, total_loss
 from t2r.model.parameters import Arrays, with_arrays
 from t2r.model.transformer import LanguageModel
@@ -47,7 +47,7 @@ class Step:
     """step(state, parts) → (state, {loss, gradient_norm, tokens}), the mean over all tokens; the state is donated.
 
     Parts may have different shapes: gradients are added up over them, and each shape is compiled once. `like` has the
-    state's structure and shapes; the arrays lie on the mesh as `t2r.model.layout` says.
+    state's structure and shapes; the arrays lie on the mesh as `t2r.layout` says.
     """
 
     def __init__(

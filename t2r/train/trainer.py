@@ -26,8 +26,8 @@ from t2r.convert import model_dir
 from t2r.convert.swap import swap
 from t2r.data.tokenizer import Tokenizer, TokenizerPair
 from t2r.errors import InputError, Stopped, raise_all
+from t2r.layout import shardings
 from t2r.model.config import from_dict
-from t2r.model.layout import shardings
 from t2r.model.parameters import arrays_of, count, trainable_names, with_arrays
 from t2r.model.transformer import LanguageModel, make_model
 from t2r.train.checkpoint import Checkpoints

@@ -16,9 +16,9 @@ from ml_collections import ConfigDict
 from conftest import error, linear_spec, make_model, micro, random_tokens
 from t2r.attention.dropout import dropout
 from t2r.errors import InputError
+from t2r.layout import AXES
 from t2r.model.config import AttentionSpec
 from t2r.model.embedding import AdaptiveEmbedding, sinusoids
-from t2r.model.layout import AXES
 from t2r.model.transformer import Block, LanguageModel, check_length, run_layers
 from t2r.train.sharding import make_mesh
 

@@ -12,7 +12,7 @@ from t2r.convert.swap import swap
 from t2r.decode.generate import go_on, start
 from t2r.errors import InputError
 from t2r.evaluate.perplexity import perplexity
-from t2r.model.layout import dimensions_of, shardings, spec_of
+from t2r.layout import dimensions_of, shardings, spec_of
 from t2r.model.loss import Batch
 from t2r.model.parameters import arrays_of, trainable_names, with_arrays
 from t2r.train.config import default_config
