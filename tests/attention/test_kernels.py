@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from conftest import error
 from t2r.attention import linear, softmax
 from t2r.attention.feature_map import Features, Normalizer
 from t2r.attention.kernels import chunks, pairs
 from t2r.benchmark.topology import devices_of
+from t2r.train.sharding import make_mesh
 
 CLAMPED, ADDED = Normalizer(clamp=True, value=2.0), Normalizer(clamp=False, value=1e-2)
 
@@ -66,6 +68,21 @@ def test_the_kernel_of_pairs_is_attention_with_dropout(normalizer):
     found, expected = (jax.jit(functools.partial(output_and_gradients, f))(*inputs) for f in (kernel, plain))
     for actual, wanted in zip(found, expected):
         assert error(actual, wanted) < 1e-5
+
+
+def test_kernels_are_divided_by_sequences_and_heads():
+    """Four devices compute, and drop, what one does."""
+    inputs = arrays(4, 40, 2, 1, 16, 16)
+    kinds = [
+        functools.partial(chunks.attention, normalizer=CLAMPED, interpret=True, chunk=16, segment=32),
+        functools.partial(pairs.attention, scale=0.3, dropout=0.3, key=jax.random.key(1), interpret=True, block=32),
+    ]
+    both = lambda *inputs: [output_and_gradients(kind, *inputs) for kind in kinds]  # noqa: E731
+    expected = jax.jit(both)(*inputs)
+    with jax.set_mesh(make_mesh(ConfigDict({"data": 2, "tensor": 2}))):
+        found = jax.jit(both)(*inputs)
+    assert error(found, expected) < 1e-5
+    assert len(found[0][0].sharding.device_set) == 4
 
 
 def imagined_gpu():

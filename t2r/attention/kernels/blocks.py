@@ -1,8 +1,13 @@
 """What the kernels share: products of blocks, and where kernels can be used."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
+
+from t2r.layout import spec_of
 
 
 def dot(a: Array, b: Array, axis: int = 1, other: int = 0) -> Array:
@@ -21,10 +26,30 @@ def padded(x: Array, length: int) -> Array:
     return jnp.pad(x, [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
 
+def on_each_device(kernel: Callable[..., Array], q: Array, k: Array, v: Array, *others: Array) -> Array:
+    """Runs a kernel on each device's own sequences and heads: by itself it would not be divided.
+
+    It is called with these, and with the numbers of its first sequence and its first key/value head.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh is None or mesh.empty or mesh.size == 1:
+        return kernel(q, k, v, *others, first=(0, 0))
+    specs = [spec_of(("batch", None, "heads", None, None)[: x.ndim], x.shape, dict(mesh.shape)) for x in (q, k, v)]
+    by_row, _, by_head = specs[0][:3]
+
+    def here(q: Array, *parts: Array) -> Array:
+        first = [
+            0 if axes is None else jax.lax.axis_index(axes) * q.shape[place]
+            for place, axes in ((0, by_row), (2, by_head))
+        ]
+        return kernel(q, *parts, first=tuple(first))
+
+    whole = [PartitionSpec()] * len(others)
+    return jax.shard_map(here, in_specs=(*specs, *whole), out_specs=specs[0], check_vma=False)(q, k, v, *others)
+
+
 def available(*arrays: Array) -> bool:
     """Whether there is a kernel for arrays of these last dimensions, here: Triton's blocks are powers of two."""
-    mesh = jax.sharding.get_abstract_mesh()
-    alone = mesh is None or mesh.empty or mesh.size == 1  # a kernel is not divided among devices by itself
     sizes = [x.shape[-1] for x in arrays]
     powers = all(16 <= size <= 128 and size & (size - 1) == 0 for size in sizes)
-    return jax.default_backend() == "gpu" and arrays[-1].dtype == jnp.bfloat16 and powers and alone
+    return jax.default_backend() == "gpu" and arrays[-1].dtype == jnp.bfloat16 and powers

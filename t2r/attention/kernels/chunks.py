@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
 from t2r.attention.feature_map import Normalizer
-from t2r.attention.kernels.blocks import dot, padded, past
+from t2r.attention.kernels.blocks import dot, on_each_device, padded, past
 
 CHUNK, SEGMENT = 64, 512
 # Of loads ahead of their use, more help the forward pass; backwards, registers are scarcer.
@@ -40,8 +40,13 @@ def attention(
     length = v.shape[1]
     segment = min(segment, -(-length // chunk) * chunk)
     whole = -(-length // segment) * segment  # filled with features of zero, which add nothing
-    q, k, v = (padded(x.astype(v.dtype), whole) for x in (q, k[:, :, :, None], v[:, :, :, None]))
-    return _attention(q, k, v, _Kernels(segment, chunk, normalizer, platform, interpret))[:, :length]
+    kernels = _Kernels(segment, chunk, normalizer, platform, interpret)
+
+    def run(q: Array, k: Array, v: Array, *, first: tuple) -> Array:
+        q, k, v = (padded(x.astype(v.dtype), whole) for x in (q, k[:, :, :, None], v[:, :, :, None]))
+        return _attention(q, k, v, kernels)[:, :length]
+
+    return on_each_device(run, q, k, v)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

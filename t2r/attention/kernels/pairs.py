@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from t2r.attention.dropout import hashed, seeds_of, threshold
 from t2r.attention.feature_map import Normalizer
-from t2r.attention.kernels.blocks import dot, padded, past
+from t2r.attention.kernels.blocks import dot, on_each_device, padded, past
 
 BLOCK, WARPS, STAGES = 64, 4, 2
 LOWEST = -1e30
@@ -41,10 +41,15 @@ def attention(
     length = v.shape[1]
     rate = dropout if key is not None else 0.0
     seeds = jnp.zeros(2, jnp.uint32) if key is None else jnp.stack(seeds_of(key))
-    rule = _Rule(scale, normalizer, rate, length, q.shape[2:4], block, interpret)
-    whole = -(-length // block) * block
-    q, k, v = (padded(x.astype(v.dtype), whole) for x in (q, k[:, :, :, None], v[:, :, :, None]))
-    return _attention(q, k, v, seeds, rule)[:, :length]
+    whole, groups = -(-length // block) * block, v.shape[2]
+
+    def run(q: Array, k: Array, v: Array, seeds: Array, *, first: tuple) -> Array:
+        rule = _Rule(scale, normalizer, rate, length, groups, q.shape[2:4], block, interpret)
+        chance = jnp.concatenate([seeds, jnp.stack([jnp.uint32(number) for number in first])])
+        q, k, v = (padded(x.astype(v.dtype), whole) for x in (q, k[:, :, :, None], v[:, :, :, None]))
+        return _attention(q, k, v, chance, rule)[:, :length]
+
+    return on_each_device(run, q, k, v, seeds)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -137,7 +142,8 @@ def _key_gradients(rule: "_Rule", k, v, q, total, mean, d_out, seeds, dk, dv) ->
 class _Block(NamedTuple):
     """A block of rows of one head: which of the heads, which rows, and how to cut them out."""
 
-    group: Array  # of all groups of the batch
+    text: Array
+    group: Array
     head: Array  # within the group
     number: Array
     first: Array
@@ -151,7 +157,8 @@ class _Rule(NamedTuple):
     normalizer: Normalizer | None  # None: softmax
     rate: float
     length: int
-    heads: tuple[int, int]
+    groups: int  # of all devices
+    heads: tuple[int, int]  # groups and heads in each, here
     size: int
     interpret: bool
 
@@ -177,19 +184,20 @@ class _Rule(NamedTuple):
         if not self.rate:
             return weights
         row, column = (jax.lax.broadcasted_iota(jnp.int32, weights.shape, axis) for axis in (0, 1))
-        place = (queries.group * self.length + queries.first + row) * self.heads[1] + queries.head
-        place = place * self.length + keys.first + column
-        bits = hashed(place.astype(jnp.uint32), seeds[0], seeds[1])
+        first_text, first_group = seeds[2].astype(jnp.int32), seeds[3].astype(jnp.int32)
+        group = (first_text + queries.text) * self.groups + first_group + queries.group
+        place = (group * self.length + queries.first + row) * self.heads[1] + queries.head
+        bits = hashed((place * self.length + keys.first + column).astype(jnp.uint32), seeds[0], seeds[1])
         return jnp.where(bits >= threshold(self.rate), weights / (1 - self.rate), 0.0)
 
     def here(self) -> _Block:
         """The block that is this program's."""
-        batch, number, group, head = (pl.program_id(axis) for axis in range(4))
-        return self._block(batch * self.heads[0] + group, head, number)
+        text, number, group, head = (pl.program_id(axis) for axis in range(4))
+        return self._block((text, group, head), number)
 
-    def _block(self, group: Array, head: Array, number: Array) -> _Block:
+    def _block(self, head: tuple[Array, Array, Array], number: Array) -> _Block:
         first = number * self.size
-        return _Block(group, head, number, first, (pl.ds(first, self.size), slice(None)))
+        return _Block(*head, number, first, (pl.ds(first, self.size), slice(None)))
 
     def before(self, here: _Block, step: Callable, found):
         """Walks through the blocks of keys up to a block of queries."""
@@ -200,7 +208,7 @@ class _Rule(NamedTuple):
         return jax.lax.fori_loop(here.number, -(-self.length // self.size), self._at(here, step), found)
 
     def _at(self, here: _Block, step: Callable) -> Callable:
-        return lambda number, found: step(self._block(here.group, here.head, number), found)
+        return lambda number, found: step(self._block(here[:3], number), found)
 
     def call(self, kernel: Callable, cut: tuple, whole: tuple, seeds: Array, outputs: tuple) -> Sequence[Array]:
         """Runs a kernel that sees one block of `cut`, all of `whole`, and writes one block of `outputs`."""
@@ -209,7 +217,7 @@ class _Rule(NamedTuple):
         return pl.pallas_call(
             functools.partial(kernel, self),
             grid=(batch, length // self.size, *self.heads),
-            in_specs=[*specs, pl.BlockSpec((2,), lambda b, n, g, r: (0,))],
+            in_specs=[*specs, pl.BlockSpec((4,), lambda b, n, g, r: (0,))],
             out_specs=[self._spec(x.shape, self.size) for x in outputs],
             out_shape=list(outputs),
             interpret=self.interpret,
