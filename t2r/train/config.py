@@ -49,6 +49,9 @@ def default_config() -> ConfigDict:
             # language model data.valid, or the last twentieth of its own texts.
             teacher=dict(
                 writes=False,
+                # Share of the loss that compares the model's probabilities with those it had before its conversion,
+                # word for word, whoever wrote the text; the tokens have the rest.
+                soft=0.0,
                 texts=20_000,  # of a language model
                 length=256,  # tokens of a text at most
                 temperature=1.0,  # 0: the likeliest token each time
@@ -207,8 +210,10 @@ def check(config: ConfigDict) -> None:
             "config.model describes an architecture, but config.init_from brings its own: use a variant made for "
             "finetuning, or set config.model to t2r.train.config.pretrained(...)"
         )
-    if config.teacher.writes and not config.init_from:
-        problems.append("config.teacher.writes needs config.init_from: the model that writes")
+    if (config.teacher.writes or config.teacher.soft) and not config.init_from:
+        problems.append("config.teacher needs config.init_from: the model that writes, or whose probabilities count")
+    if not 0 <= config.teacher.soft <= 1:
+        problems.append(f"config.teacher.soft={config.teacher.soft} must be at least 0 and at most 1")
     if config.export_dtype not in ("float32", "float16"):
         problems.append(f"config.export_dtype={config.export_dtype!r}: choose float32 or float16")
     raise_all("config:", problems)

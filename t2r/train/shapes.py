@@ -13,8 +13,8 @@ from t2r.convert.swap import swap
 from t2r.data.pairs import is_pairs
 from t2r.errors import InputError
 from t2r.model.config import ModelConfig, from_dict, preset
-from t2r.model.loss import Batch
-from t2r.model.parameters import abstract_model, arrays_of, trainable_names
+from t2r.model.loss import Batch, Teacher
+from t2r.model.parameters import Arrays, abstract_model, arrays_of, trainable_names
 from t2r.model.transformer import LanguageModel
 from t2r.train.config import conversion
 from t2r.train.optimizer import make_optimizer
@@ -32,9 +32,10 @@ class Run(NamedTuple):
     optimizer: optax.GradientTransformation
     state: TrainState
     batch: Batch  # one of the `accumulate` parts of a step
+    teacher: Teacher | None = None
 
     def step(self, mesh: Mesh, smoothing: float) -> Step:
-        return Step(self.model, self.optimizer, mesh, self.state, smoothing=smoothing)
+        return Step(self.model, self.optimizer, mesh, self.state, smoothing=smoothing, teacher=self.teacher)
 
     @property
     def tokens(self) -> int:
@@ -48,8 +49,14 @@ def run_of_shapes(config: ConfigDict, mesh: Mesh) -> Run:
     model = model_of_shapes(config)
     optimizer = make_optimizer(config.optimizer, config.steps)
     trained = trainable_names(model, config.trainable)
-    state = jax.eval_shape(lambda arrays: init_state(arrays, trained, optimizer, config.seed), arrays_of(model))
-    return Run(model, optimizer, state, part_of_shapes(config, batch_ways(mesh)))
+    soft = config.teacher.soft
+    teacher = Teacher(abstract_model(architecture_of(config)), soft) if soft else None
+
+    def first_state(arrays: Arrays, known: Arrays | None) -> TrainState:
+        return init_state(arrays, trained, optimizer, config.seed, teacher=known)
+
+    state = jax.eval_shape(first_state, arrays_of(model), teacher and arrays_of(teacher.model))
+    return Run(model, optimizer, state, part_of_shapes(config, batch_ways(mesh)), teacher)
 
 
 def model_of_shapes(config: ConfigDict) -> LanguageModel:

@@ -11,10 +11,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from t2r.layout import shardings
-from t2r.model.loss import Batch, total_loss
+from t2r.model.loss import Batch, Teacher, total_loss
 from t2r.model.parameters import Arrays, with_arrays
 from t2r.model.transformer import LanguageModel
 from t2r.train.sharding import batch_sharding, replicated
+
+TEACHER = "teacher."
 
 
 class TrainState(NamedTuple):
@@ -35,19 +37,33 @@ class Total(NamedTuple):
     gradient: Arrays
 
 
-def init_state(arrays: Arrays, trained: set[str], optimizer: optax.GradientTransformation, seed: int) -> TrainState:
-    """The state before the first step."""
+def init_state(
+    arrays: Arrays,
+    trained: set[str],
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    *,
+    teacher: Arrays | None = None,
+) -> TrainState:
+    """The state before the first step; a teacher's arrays are among the frozen."""
     parameters = {name: array for name, array in arrays.items() if name in trained}
     frozen = {name: array for name, array in arrays.items() if name not in trained}
+    frozen |= {TEACHER + name: array for name, array in (teacher or {}).items()}
     key = jax.random.key_data(jax.random.key(seed))
     return TrainState(jnp.zeros((), jnp.int32), parameters, frozen, optimizer.init(parameters), key)
+
+
+def teacher_arrays(frozen: Arrays) -> Arrays:
+    """The teacher's own, by their own names."""
+    return {name.removeprefix(TEACHER): array for name, array in frozen.items() if name.startswith(TEACHER)}
 
 
 class Step:
     """step(state, parts) → (state, {loss, gradient_norm, tokens}), the mean over all tokens; the state is donated.
 
     Parts may have different shapes: gradients are added up over them, and each shape is compiled once. `like` has the
-    state's structure and shapes; the arrays lie on the mesh as `t2r.layout` says.
+    state's structure and shapes; the arrays lie on the mesh as `t2r.layout` says. A `teacher` may be abstract: its
+    arrays are in the state, see `init_state`.
     """
 
     def __init__(
@@ -58,9 +74,12 @@ class Step:
         like: TrainState,
         *,
         smoothing: float = 0.0,
+        teacher: Teacher | None = None,
     ):
         def loss_of(trained: Arrays, frozen: Arrays, batch: Batch, key: PRNGKeyArray) -> tuple[Array, Array]:
-            return total_loss(with_arrays(model, {**trained, **frozen}), batch, key=key, smoothing=smoothing)
+            learned = with_arrays(model, {**trained, **frozen})
+            known = teacher and teacher._replace(model=with_arrays(teacher.model, teacher_arrays(frozen)))
+            return total_loss(learned, batch, key=key, smoothing=smoothing, teacher=known)
 
         def zero(trained: Arrays) -> Total:
             return Total(jnp.zeros(()), jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, trained))

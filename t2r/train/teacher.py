@@ -92,7 +92,8 @@ def _written(
 ) -> Path:
     """The folder of what the teacher has written, by now or before; parts of an unfinished one are taken up again."""
     stamps = stamps_of(f"model:{config.init_from}/model.safetensors")
-    request = f"{config.init_from} {stamps} {config.teacher.to_json()} {config.seed} {request}"
+    plan = {**config.teacher, "soft": 0}  # what is written does not depend on it
+    request = f"{config.init_from} {stamps} {plan} {config.seed} {request}"
     parts = workdir / f"teacher-parts-{zlib.crc32(request.encode()):08x}"
 
     def fill(folder: Path) -> None:

@@ -28,6 +28,7 @@ from t2r.data.tokenizer import Tokenizer, TokenizerPair
 from t2r.errors import InputError, Stopped, raise_all
 from t2r.layout import shardings
 from t2r.model.config import from_dict
+from t2r.model.loss import Teacher
 from t2r.model.parameters import arrays_of, count, trainable_names, with_arrays
 from t2r.model.transformer import LanguageModel, make_model
 from t2r.train.checkpoint import Checkpoints
@@ -59,7 +60,9 @@ def run(config: ConfigDict, workdir: Path, checkpoints: Checkpoints) -> dict[str
     batches = task.batches()
     optimizer = make_optimizer(config.optimizer, config.steps)
     trained = trainable_names(model, config.trainable)
-    state = init_state(arrays_of(model), trained, optimizer, config.seed)
+    teacher = load_teacher(config)
+    known = teacher and arrays_of(teacher.model)
+    state = init_state(arrays_of(model), trained, optimizer, config.seed, teacher=known)
     state = place(state, shardings(state, mesh))
 
     # Nothing can be wrong with the config any more.
@@ -69,7 +72,7 @@ def run(config: ConfigDict, workdir: Path, checkpoints: Checkpoints) -> dict[str
         batches.set_state(data)
         say(f"continuing at step {int(state.step)} of {config.steps}")
     say(f"{count(state.trained):,} of {count(arrays_of(model)):,} parameters train on {task.summary}")
-    state = run_steps(config, workdir, model, mesh, optimizer, state, batches, checkpoints, task)
+    state = run_steps(config, workdir, model, teacher, mesh, optimizer, state, batches, checkpoints, task)
     checkpoints.wait()
     averaged = [int(state.step)]
     if config.average_checkpoints > 1:
@@ -129,6 +132,14 @@ def build(config: ConfigDict, workdir: Path) -> tuple[LanguageModel, Tokenizer |
     return model, tokenizer, history
 
 
+def load_teacher(config: ConfigDict) -> Teacher | None:
+    """The model as it was before its conversion, if the config wants its probabilities to be learned."""
+    if not config.teacher.soft:
+        return None
+    model = model_dir.load(config.init_from, dtype=config.model.dtype).model  # again: its arrays are not the student's
+    return Teacher(model, config.teacher.soft)
+
+
 def vocabulary(tokenizer: Tokenizer | TokenizerPair) -> dict[str, Any]:
     """The fields of a model config that follow from its tokenizer."""
     if not isinstance(tokenizer, TokenizerPair):
@@ -156,6 +167,7 @@ def run_steps(
     config: ConfigDict,
     workdir: Path,
     model: LanguageModel,
+    teacher: Teacher | None,
     mesh: Mesh,
     optimizer: optax.GradientTransformation,
     state: TrainState,
@@ -164,7 +176,7 @@ def run_steps(
     task: Task,
 ) -> TrainState:
     """Steps until config.steps, logging, validating and saving on the way."""
-    step_function = Step(model, optimizer, mesh, state, smoothing=config.label_smoothing)
+    step_function = Step(model, optimizer, mesh, state, smoothing=config.label_smoothing, teacher=teacher)
     schedule = make_schedule(config.optimizer, config.steps)
     first = int(state.step)
     metrics = Metrics(workdir, first)

@@ -101,6 +101,8 @@ def test_sources_add_up(tmp_path):
 
 def test_a_teacher_must_be_there():
     config = default_config()
-    config.teacher.update(writes=True, texts=3)
-    with pytest.raises(InputError, match=r"config.teacher.texts=3 must be at least 20(.|\n)*needs config.init_from"):
+    config.teacher.update(writes=True, texts=3, soft=2.0)
+    with pytest.raises(
+        InputError, match=r"config.teacher.texts=3 must be at least 20(.|\n)*needs config.init_from(.|\n)*soft=2"
+    ):
         check(config)
