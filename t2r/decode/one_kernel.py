@@ -27,6 +27,7 @@ from t2r.model.transformer import Block, DecodeState, LanguageModel, embed
 PROGRAMS = 128  # fewer than any current data centre GPU has multiprocessors: all run at once, or barriers never open
 LEAST = 16  # rows or columns of a product of blocks
 MOST = 64  # texts at once
+TILE = 1024  # columns of a matrix that are multiplied at once: more do not fit beside each other
 
 
 class Packed(NamedTuple):
@@ -256,30 +257,46 @@ def _slice(rows: int) -> tuple[Array, int]:
 
 
 def _matrix(name: str) -> Callable:
-    """Reads this program's rows of a matrix."""
+    """Reads this program's rows of a matrix, in tiles of columns."""
 
-    def read(shape: Shape, weights: Packed, passed: Passed, layer: Array) -> Array:
+    def read(shape: Shape, weights: Packed, passed: Passed, layer: Array) -> tuple[Array, ...]:
         matrix = getattr(weights, name)
         first, count = _slice(matrix.shape[1])
-        return matrix[layer, pl.ds(first, count), :]
+        return tuple(matrix[layer, pl.ds(first, count), columns] for columns in _tiles(matrix.shape[2]))
 
     return read
 
 
-def _product(x: Array, rows: Array, bias: Any, layer: Array) -> tuple[Array, Any]:
-    """x · rowsᵀ + bias of this program's rows, and where they stand."""
+def _tiles(columns: int) -> list[Any]:
+    size = min(columns, TILE)
+    return [pl.ds(first, size) for first in range(0, columns, size)]
+
+
+def _product(x: Callable[[Any], Array], tiles: tuple[Array, ...], bias: Any, layer: Array) -> tuple[Array, Any]:
+    """x · rowsᵀ + bias of this program's rows, and where they stand; `x` gives its columns."""
     first, count = _slice(bias.shape[1])
-    return dot(x, rows, 1, 1) + bias[layer, pl.ds(first, count)][None, :], (slice(None), pl.ds(first, count))
+    columns = _tiles(sum(tile.shape[1] for tile in tiles))
+    found = sum(dot(x(place), tile, 1, 1) for place, tile in zip(columns, tiles))
+    return found + bias[layer, pl.ds(first, count)][None, :], (slice(None), pl.ds(first, count))
 
 
-def _normed(x: Any, norm: Any, layer: Array, eps: float) -> Array:
-    values = x[...].astype(jnp.float32)
-    values -= values.mean(1, keepdims=True)
-    values *= jax.lax.rsqrt((values * values).mean(1, keepdims=True) + eps)
-    return (values * norm[layer, 0, :][None, :] + norm[layer, 1, :][None, :]).astype(x.dtype)
+def _plain(x: Any) -> Callable[[Any], Array]:
+    return lambda columns: x[:, columns]
 
 
-def _project(shape: Shape, weights: Packed, passed: Passed, keep: Any, layer: Array, rows: Array) -> None:
+def _normed(x: Any, norm: Any, layer: Array, eps: float) -> Callable[[Any], Array]:
+    whole = x[...].astype(jnp.float32)
+    mean = whole.mean(1, keepdims=True)
+    scale = jax.lax.rsqrt(((whole - mean) ** 2).mean(1, keepdims=True) + eps)
+
+    def normed(columns: Any) -> Array:
+        values = (x[:, columns].astype(jnp.float32) - mean) * scale
+        return (values * norm[layer, 0, columns][None, :] + norm[layer, 1, columns][None, :]).astype(x.dtype)
+
+    return normed
+
+
+def _project(shape: Shape, weights: Packed, passed: Passed, keep: Any, layer: Array, rows: tuple) -> None:
     x = _normed(passed.x, weights.attention_norm, layer, shape.eps)
     found, here = _product(x, rows, weights.projections_bias, layer)
     column = here[1].start + jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
@@ -323,19 +340,19 @@ def _attend(shape: Shape, weights: Packed, passed: Passed, keep: Any, layer: Arr
     jax.lax.fori_loop(1, all_heads // PROGRAMS, more, 0)
 
 
-def _mix(shape: Shape, weights: Packed, passed: Passed, keep: Any, layer: Array, rows: Array) -> None:
-    found, here = _product(passed.attended[...], rows, weights.out_bias, layer)
+def _mix(shape: Shape, weights: Packed, passed: Passed, keep: Any, layer: Array, rows: tuple) -> None:
+    found, here = _product(_plain(passed.attended), rows, weights.out_bias, layer)
     passed.middle[here] = passed.x[here] + found.astype(passed.x.dtype)
 
 
-def _widen(shape: Shape, weights: Packed, passed: Passed, keep: Any, layer: Array, rows: Array) -> None:
+def _widen(shape: Shape, weights: Packed, passed: Passed, keep: Any, layer: Array, rows: tuple) -> None:
     x = _normed(passed.middle, weights.feedforward_norm, layer, shape.eps)
     found, here = _product(x, rows, weights.up_bias, layer)
     passed.hidden[here] = jnp.maximum(found, 0.0).astype(passed.hidden.dtype)
 
 
-def _narrow(shape: Shape, weights: Packed, passed: Passed, keep: Any, layer: Array, rows: Array) -> None:
-    found, here = _product(passed.hidden[...], rows, weights.down_bias, layer)
+def _narrow(shape: Shape, weights: Packed, passed: Passed, keep: Any, layer: Array, rows: tuple) -> None:
+    found, here = _product(_plain(passed.hidden), rows, weights.down_bias, layer)
     passed.x[here] = passed.middle[here] + found.astype(passed.x.dtype)
 
 

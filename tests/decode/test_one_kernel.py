@@ -17,6 +17,7 @@ MERGED = (AttentionSpec("merged", "t2r", 16),)
 
 def test_its_parts_are_the_models_step(monkeypatch):
     """For a batch that does not fill it, one text of which has ended."""
+    monkeypatch.setattr("t2r.decode.one_kernel.TILE", 32)
     monkeypatch.setattr("t2r.decode.one_kernel.PROGRAMS", 4)  # some have several heads, some have no rows
     model = make_model(micro(attention=MERGED, projection_bias=False))
     tokens, going = random_tokens(3, 5), jnp.array([[True], [False], [True]])
