@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from t2r.attention.causal import drop_weights, query_blocks
 from t2r.attention.feature_map import Features, Normalizer
-from t2r.attention.kernels import chunks, pairs
-from t2r.attention.kernels.blocks import available
+from t2r.attention.kernels import chunks, pairs, steps
+from t2r.attention.kernels.blocks import is_alone, platform_of
 
 # Stands for −∞ where −∞ − (−∞) must not become NaN.
 LOWEST = -1e30
@@ -187,19 +187,33 @@ def recurrent(
 
 
 def causal_attention(
-    q: Features, k: Features, v: Array, normalizer: Normalizer, *, state=None, mask=None, dropout=0.0, key=None
+    q: Features,
+    k: Features,
+    v: Array,
+    normalizer: Normalizer,
+    *,
+    state: LinearState | None = None,
+    mask: Bool[Array, "b m"] | None = None,
+    dropout: float = 0.0,
+    key: PRNGKeyArray | None = None,
+    kernels: str = "auto",
 ) -> tuple[Array, LinearState]:
-    """Causal attention in the form that suits the length. The one place that chooses."""
+    """Causal attention in the form that suits the length and the device. The one place that chooses."""
     length, drops = v.shape[1], bool(dropout) and key is not None
-    if length > 128 and state is None and k.log_scale is None and available(q.values, v):
+    platform = platform_of(kernels, q.values, v) if k.log_scale is None else None
+    if platform and length > 128 and state is None and (platform == "gpu" or not drops):
         k = _without_padding(k, mask)
         after = update(initial_state(k, v), k, v)
         if drops:
             return pairs.attention(q.values, k.values, v, normalizer=normalizer, dropout=dropout, key=key), after
-        return chunks.attention(q.values, k.values, v, normalizer), after
+        return chunks.attention(q.values, k.values, v, normalizer, platform=platform), after
     if drops:
         return _in_blocks(q, k, v, normalizer, state, mask, dropout, key)
     if length == 1:
+        if platform and kernels == "on" and state is not None and is_alone():
+            key_features = _without_padding(k, mask).values[:, 0]
+            out, S, z = steps.step(q.values[:, 0], key_features, v[:, 0], state.S, state.z, normalizer)
+            return out[:, None], LinearState(S, z)
         return recurrent(q, k, v, normalizer, state=state, mask=mask)
     form = quadratic if length <= 128 else chunked
     return form(q, k, v, normalizer, state=state, mask=mask)

@@ -38,6 +38,7 @@ class Heads:
     window: int = 0  # softmax attention sees so many tokens back, itself included; 0: all
     dropout: float = 0.0
     dtype: str = "float32"  # of activations; parameters are float32
+    kernels: str = "auto"  # see kernels.blocks
 
     @property
     def query_scale(self) -> float:
@@ -130,7 +131,8 @@ class SoftmaxAttention(_Projected):
         q, k, v = self.queries(x, positions), self.keys(x, positions), self.value(x)
         scale, window, chance = self.shape.query_scale, self.shape.window, dict(dropout=self.shape.dropout, key=key)
         if state is None:
-            out = softmax.causal_attend(q, k, v, scale, mask=mask, window=window, **chance)
+            kernels = self.shape.kernels
+            out = softmax.causal_attend(q, k, v, scale, mask=mask, window=window, kernels=kernels, **chance)
         else:
             state = softmax.append(state, k, v, mask)
             allowed = softmax.cached_mask(state, x.shape[1], window)
@@ -174,7 +176,15 @@ class _Linear(_Attention):
         q, k = self.query_features(x, positions, key), self.key_features(x, positions, key)
         dropout_key = None if key is None else jax.random.fold_in(key, 1)  # φ draws from `key` itself
         out, state = linear.causal_attention(
-            q, k, self.value(x), self.normalizer, state=state, mask=mask, dropout=self.shape.dropout, key=dropout_key
+            q,
+            k,
+            self.value(x),
+            self.normalizer,
+            state=state,
+            mask=mask,
+            dropout=self.shape.dropout,
+            key=dropout_key,
+            kernels=self.shape.kernels,
         )
         return self._finish(out), state
 

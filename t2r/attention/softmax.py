@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from t2r.attention.causal import drop_weights, query_blocks
 from t2r.attention.kernels import pairs
-from t2r.attention.kernels.blocks import available
+from t2r.attention.kernels.blocks import platform_of
 
 NEGATIVE = -1e30  # finite, so that a query that may see nothing (padding) gives no NaN
 
@@ -96,13 +96,14 @@ def causal_attend(
     window: int = 0,
     dropout: float = 0.0,
     key: PRNGKeyArray | None = None,
+    kernels: str = "auto",
 ) -> Float[Array, "b n g r d"]:
     """The same over each token's own past, without most of the pairs that causality forbids."""
     length, drops = q.shape[1], bool(dropout) and key is not None
     if mask is None and not window:
-        if drops and length > 128 and available(q, v):
+        if drops and length > 128 and platform_of(kernels, q, v) == "gpu":
             return pairs.attention(q, k, v, scale=scale, dropout=dropout, key=key)
-        if not drops and has_flash_attention(q):
+        if not drops and kernels != "off" and has_flash_attention(q):
             return _flash_attention(q, k, v, scale)
     k, v, allowed, outs = heads_first(k), heads_first(v), causal_mask(length, mask, window), []
     for first, last in query_blocks(length):

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
-from t2r.attention.kernels.blocks import dot
+from t2r.attention.kernels.blocks import dot, is_alone
 from t2r.attention.linear import LinearState
 from t2r.attention.module import MergedLinearAttention
 from t2r.model.transformer import Block, DecodeState, LanguageModel, embed
@@ -88,11 +88,9 @@ def suits(model: LanguageModel) -> bool:
 
 def available(model: LanguageModel, texts: int) -> bool:
     """Whether to use it, here: on one GPU, for few texts; for many, products are large enough to be worth a launch."""
-    mesh = jax.sharding.get_abstract_mesh()
-    alone = mesh is None or mesh.empty or mesh.size == 1
-    return (
-        jax.default_backend() == "gpu" and alone and texts <= MOST and model.config.dtype == "bfloat16" and suits(model)
-    )
+    config = model.config
+    here = jax.default_backend() == "gpu" and is_alone() and config.kernels != "off"
+    return here and texts <= MOST and config.dtype == "bfloat16" and suits(model)
 
 
 class OneKernel:

@@ -17,10 +17,11 @@ CHOICES = {
     "norm_placement": ("before", "after", "both"),
     "activation": ("relu", "gelu", "gelu_exact", "swish"),
     "dtype": ("float32", "bfloat16"),
+    "kernels": ("auto", "on", "off"),
 }
 RATES = ("dropout", "attention_dropout", "activation_dropout", "layer_dropout", "adaptive_dropout")
 # Fields that change how a model is run or trained, not its parameters: safe to override on a pretrained model.
-RUNTIME_FIELDS = (*RATES, "dtype", "remat", "scan_layers")
+RUNTIME_FIELDS = (*RATES, "dtype", "kernels", "remat", "scan_layers")
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class ModelConfig:
     layer_dropout: float = 0.0
     adaptive_dropout: float = 0.0
     dtype: str = "float32"  # of activations; parameters are float32
+    kernels: str = "auto"  # of attention, in Pallas: where they were measured; on: wherever there are any; off: none
     remat: bool = False  # keep only what goes from layer to layer for the backward pass, and compute the rest again
     scan_layers: bool = False  # compile one layer, or one period of a pattern such as 75%, for all
 
@@ -217,6 +219,7 @@ class ModelConfig:
             norm_eps=self.norm_eps if self.query_norm else None,
             dropout=self.attention_dropout,
             dtype=self.dtype,
+            kernels=self.kernels,
         )
 
     @property

@@ -13,7 +13,8 @@ from ml_collections import ConfigDict
 from conftest import error
 from t2r.attention import linear, softmax
 from t2r.attention.feature_map import Features, Normalizer
-from t2r.attention.kernels import chunks, pairs
+from t2r.attention.kernels import chunks, pairs, steps
+from t2r.attention.linear import LinearState
 from t2r.benchmark.topology import devices_of
 from t2r.train.sharding import make_mesh
 
@@ -70,6 +71,16 @@ def test_the_kernel_of_pairs_is_attention_with_dropout(normalizer):
         assert error(actual, wanted) < 1e-5
 
 
+def test_the_kernel_of_a_step_is_a_recurrent_step():
+    q, k, v, _ = (jnp.asarray(x[:, :1]) for x in arrays(3, 2, 2, 3, 8, 16))
+    chance = np.random.default_rng(1)
+    before = (np.abs(chance.standard_normal(shape, np.float32)) for shape in ((3, 2, 8, 16), (3, 2, 8)))
+    state = LinearState(*map(jnp.asarray, before))
+    wanted, after = linear.recurrent(Features(q), Features(k), v, CLAMPED, state=state)
+    out, S, z = steps.step(q[:, 0], k[:, 0], v[:, 0], state.S, state.z, CLAMPED, interpret=True)
+    assert error((out, S, z), (wanted[:, 0], after.S, after.z)) < 1e-6
+
+
 def test_kernels_are_divided_by_sequences_and_heads():
     """Four devices compute, and drop, what one does."""
     inputs = arrays(4, 40, 2, 1, 16, 16)
@@ -103,13 +114,21 @@ def test_kernels_lower_for_their_devices(platform):
         with imagined_gpu() if platform == "cuda" else contextlib.nullcontext():
             text = step.trace(q, k, v, upstream).lower(lowering_platforms=(platform,)).as_text()
         assert text.count("custom_call") >= 2
+    if platform == "tpu":
+        state = jnp.zeros((1, 2, 32, 128)), jnp.zeros((1, 2, 32))
+        step = jax.jit(functools.partial(steps.step, normalizer=CLAMPED)).trace(q[:, 0], k[:, 0], v[:, 0], *state)
+        assert "custom_call" in step.lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
-def test_the_kernel_of_chunks_compiles_for_real_tpus(topology):
+def test_kernels_compile_for_real_tpus(topology):
     where = jax.sharding.SingleDeviceSharding(devices_of(topology)[0])
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=where) for x in arrays(1, 1024, 2, 1, 32, 128)]
     kernel = functools.partial(chunks.attention, normalizer=CLAMPED, platform="tpu")
     lowered = jax.jit(functools.partial(output_and_gradients, kernel)).trace(*shapes).lower(lowering_platforms=("tpu",))
     assert lowered.compile().as_text().count("tpu_custom_call") >= 4
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)  # noqa: E731
+    one = of(16, 8, 1, 32), of(16, 8, 32), of(16, 8, 128), of(16, 8, 32, 128), of(16, 8, 32)
+    step = jax.jit(functools.partial(steps.step, normalizer=CLAMPED)).trace(*one)
+    assert "tpu_custom_call" in step.lower(lowering_platforms=("tpu",)).compile().as_text()

@@ -31,9 +31,9 @@ def on_each_device(kernel: Callable[..., Array], q: Array, k: Array, v: Array, *
 
     It is called with these, and with the numbers of its first sequence and its first key/value head.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh is None or mesh.empty or mesh.size == 1:
+    if is_alone():
         return kernel(q, k, v, *others, first=(0, 0))
+    mesh = jax.sharding.get_abstract_mesh()
     specs = [spec_of(("batch", None, "heads", None, None)[: x.ndim], x.shape, dict(mesh.shape)) for x in (q, k, v)]
     by_row, _, by_head = specs[0][:3]
 
@@ -48,8 +48,22 @@ def on_each_device(kernel: Callable[..., Array], q: Array, k: Array, v: Array, *
     return jax.shard_map(here, in_specs=(*specs, *whole), out_specs=specs[0], check_vma=False)(q, k, v, *others)
 
 
-def available(*arrays: Array) -> bool:
-    """Whether there is a kernel for arrays of these last dimensions, here: Triton's blocks are powers of two."""
+def platform_of(kernels: str, *arrays: Array) -> str | None:
+    """The platform here that there is a kernel for, if `kernels` ("auto", "on", "off") and last dimensions allow it.
+
+    By themselves kernels are used where they were measured: on GPUs. Triton's blocks are powers of two, and Mosaic
+    multiplies bfloat16 from TPU v4 on.
+    """
     sizes = [x.shape[-1] for x in arrays]
     powers = all(16 <= size <= 128 and size & (size - 1) == 0 for size in sizes)
-    return jax.default_backend() == "gpu" and arrays[-1].dtype == jnp.bfloat16 and powers
+    if kernels == "off" or arrays[-1].dtype != jnp.bfloat16 or not powers:
+        return None
+    if jax.default_backend() == "tpu" and kernels == "on":
+        return None if jax.devices()[0].device_kind in ("TPU v2", "TPU v3") else "tpu"
+    return "gpu" if jax.default_backend() == "gpu" else None
+
+
+def is_alone() -> bool:
+    """Whether arrays are not divided among devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh is None or mesh.empty or mesh.size == 1
