@@ -1,17 +1,31 @@
-"""Decoding speed and state size against generated length: unconditional, greedy, as the paper measures it."""
+"""Decoding speed and state size against generated length: unconditional or from a source, greedy, as the paper has it.
 
-import statistics
+Every step of one length costs the same, since caches have their whole capacity from the start. So unless the whole
+is asked for, some steps at the end of a text of that length are timed, in one compiled loop.
+"""
+
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from t2r.decode.generate import scan_steps, start, state_bytes
+from t2r.attention.softmax import KVCache
+from t2r.benchmark.floor import all_bytes
+from t2r.benchmark.rows import normal
+from t2r.benchmark.timing import Times, timed
+from t2r.decode.generate import Generation, scan_steps, start, state_bytes
 from t2r.decode.sampling import Sampling
-from t2r.model.transformer import LanguageModel
+from t2r.environment import available_memory
+from t2r.errors import InputError
+from t2r.model.loss import remember
+from t2r.model.parameters import arrays_of, with_arrays
+from t2r.model.transformer import DecodeState, LanguageModel
 
 NO_END = -1  # no token: texts are generated to their full length
+SPARE = 0.97  # of the memory that is free; programs need some that nobody counts
 
 
 class DecodeSpeed(NamedTuple):
@@ -19,33 +33,179 @@ class DecodeSpeed(NamedTuple):
 
     length: int
     batch: int
-    seconds: float  # the median of all repetitions, compilation apart
+    seconds: float  # of `steps` steps: the median of all repetitions, compilation apart
     spread: float  # slowest less fastest, over the median
     compile_seconds: float
     state_bytes: int
+    steps: int
+
+    @property
+    def step_seconds(self) -> float:
+        return self.seconds / self.steps
 
     @property
     def tokens_per_second(self) -> float:
-        return self.batch * self.length / self.seconds
+        return self.batch * self.steps / self.seconds
+
+
+class DoesNotFit(InputError):
+    """A program needs more memory than there is."""
 
 
 def measure(model: LanguageModel, length: int, *, batch: int = 16, repeat_for: float = 2.0) -> DecodeSpeed:
     """Generates `length` tokens for each of `batch` texts, again and again until `repeat_for` seconds have passed."""
-    graph, arrays = nnx.split(model)
     prompts = [[0]] * batch
     began = time.perf_counter()
-    generation = start(model, prompts, length)
-    compiled = scan_steps.lower(graph, arrays, generation, length, Sampling(), NO_END).compile()
+    compiled, arrays = _compiled(model, start(model, prompts, length), length)
     compile_seconds = time.perf_counter() - began
-    times = []
-    while sum(times) < repeat_for:
-        generation = jax.block_until_ready(start(model, prompts, length))
-        began = time.perf_counter()
-        jax.block_until_ready(compiled(arrays, generation))
-        times.append(time.perf_counter() - began)
-    middle = statistics.median(times)
-    spread = (max(times) - min(times)) / middle
-    return DecodeSpeed(length, batch, middle, spread, compile_seconds, state_bytes(model, batch, length))
+    begin = lambda: start(model, prompts, length)  # noqa: E731
+    times = timed(lambda given: compiled(arrays, given), prepare=begin, repeat_for=repeat_for, least=1, warm_up=0)
+    size = state_bytes(model, batch, length)
+    return DecodeSpeed(length, batch, times.seconds, times.spread, compile_seconds, size, length)
+
+
+def _compiled(model: LanguageModel, generation: Generation, steps: int) -> tuple[jax.stages.Compiled, Any]:
+    graph, arrays = nnx.split(model)
+    return scan_steps.lower(graph, arrays, generation, steps, Sampling(), NO_END).compile(), arrays
+
+
+class Decoder:
+    """A model whose decoding is measured at several lengths; a program that serves several is compiled once."""
+
+    def __init__(self, model: LanguageModel, *, repeat_for: float = 2.0):
+        self.model, self.repeat_for = model, repeat_for
+        self.translates = bool(model.config.encoder_layers)
+        self._programs: dict[Any, tuple[jax.stages.Compiled, Any, float]] = {}
+
+    def program(self, batch: int, length: int, steps: int) -> tuple[jax.stages.Compiled, Any, float]:
+        """The compiled loop, the arrays it is given first, and the seconds it took to compile."""
+        shapes = generation_of_shapes(self.model, batch, length)
+        key = steps, *(leaf.shape for leaf in jax.tree.leaves(shapes))
+        if key not in self._programs:
+            began = time.perf_counter()
+            compiled, arrays = _compiled(self.model, shapes, steps)
+            self._programs[key] = compiled, arrays, time.perf_counter() - began
+        return self._programs[key]
+
+    def steps(self, batch: int, length: int, steps: int, *, whole: bool = False) -> DecodeSpeed:
+        """The last `steps` steps of texts of this length; with `whole`, all of them."""
+        steps = length if whole else min(steps, length)
+        compiled, arrays, compile_seconds = self.program(batch, length, steps)
+        check_fits(compiled, already=all_bytes(arrays))
+        generation = filled(generation_of_shapes(self.model, batch, length))
+        size = attention_bytes(generation.state)
+
+        def rewind() -> Generation:
+            return rewound(generation, length - steps)
+
+        def run(given: Generation) -> jax.Array:
+            nonlocal generation
+            generation, tokens = compiled(arrays, given)
+            return tokens
+
+        few = dict(least=3, warm_up=0) if whole else {}
+        times = timed(run, prepare=rewind, repeat_for=self.repeat_for, **few)
+        return DecodeSpeed(length, batch, times.seconds, times.spread, compile_seconds, size, steps)
+
+    def encoding(self, batch: int, length: int) -> Times:
+        """Reading sources of this length: the encoder, and what each layer of the decoder keeps of it."""
+        graph, arrays = nnx.split(self.model)
+        sources = np.zeros((batch, length), np.int32)
+        compiled = jax.jit(lambda arrays, sources: remember(nnx.merge(graph, arrays), sources))
+        compiled = compiled.lower(arrays, sources).compile()
+        check_fits(compiled, already=all_bytes(arrays))
+        return timed(lambda _: compiled(arrays, sources), repeat_for=self.repeat_for, least=3)
+
+    def prompts(self, batch: int, length: int) -> Times:
+        """Reading prompts of this length, chunk by chunk."""
+        prompts = [[0] * (length + 1)] * batch  # the last token waits for the first step
+        return timed(lambda _: start(self.model, prompts, 1), repeat_for=self.repeat_for, least=3)
+
+    def largest_batch(self, length: int, steps: int, *, like: int = 16, attempts: int = 6) -> tuple[DecodeSpeed, int]:
+        """The speed at the largest batch that runs, and the batch that was predicted from the program of a small one."""
+        compiled, arrays, _ = self.program(like, length, min(steps, length))
+        free, weights = available_memory(), all_bytes(arrays)
+        if free is None:
+            raise DoesNotFit("nobody says how much memory is free")
+        each = (peak_bytes(compiled) - weights) / like
+        batch = predicted = rounded_down(int(SPARE * free / each))
+        for _ in range(attempts):
+            if batch < 1:
+                break
+            try:
+                return self.steps(batch, length, steps), predicted
+            except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            batch = rounded_down(int(0.9 * batch))
+        raise DoesNotFit(f"not {batch} texts of {length} tokens, nor more")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory was too small."""
+    return isinstance(error, DoesNotFit) or "RESOURCE_EXHAUSTED" in str(error) or "ut of memory" in str(error)
+
+
+def rounded_down(count: int) -> int:
+    """To three binary digits: sizes that programs like."""
+    unit = 2 ** max(count.bit_length() - 3, 0)
+    return count // unit * unit
+
+
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+    """Arguments, outputs that share no memory with them, and temporaries, as the compiler has planned them."""
+    memory = compiled.memory_analysis()
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
+
+
+def check_fits(compiled: jax.stages.Compiled, already: int) -> None:
+    """Refuses to run what the compiler has planned more memory for than is free; so many bytes are there already."""
+    free, needed = available_memory(), peak_bytes(compiled) - already
+    if free is not None and needed > SPARE * free:
+        raise DoesNotFit(f"it needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
+
+
+def generation_of_shapes(model: LanguageModel, batch: int, length: int) -> Generation:
+    """A generation with room for `length` tokens as shapes; in translation, from sources as long as that."""
+    arrays, translates = arrays_of(model), bool(model.config.encoder_layers)
+
+    def begin(arrays: dict[str, Any], sources: Any) -> Generation:
+        made = with_arrays(model, arrays)
+        state = made.init_state(batch, length, remember(made, sources) if translates else None)
+        key = jax.random.key_data(jax.random.key(0))
+        return Generation(state, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool), key)
+
+    return jax.eval_shape(begin, arrays, jax.ShapeDtypeStruct((batch, length), jnp.int32))
+
+
+def filled(shapes: Generation) -> Generation:
+    """Random numbers in the shapes of a generation, all slots of caches taken."""
+
+    def array(like: jax.ShapeDtypeStruct) -> jax.Array:
+        if like.dtype == bool:
+            return jnp.ones(like.shape, bool)
+        if jnp.issubdtype(like.dtype, jnp.floating):  # the same for all texts: large states leave no room to make them
+            return jnp.broadcast_to(normal(jax.random.key(0), like.shape[-2:], like.dtype), like.shape)
+        return jnp.zeros(like.shape, like.dtype)
+
+    generation = jax.tree.map(array, shapes)
+    return generation._replace(done=jnp.zeros(shapes.done.shape, bool))
+
+
+def rewound(generation: Generation, tokens: int) -> Generation:
+    """The same with so many tokens generated; what lies behind them in caches is written over."""
+    layers = tuple(
+        layer._replace(index=jnp.array(tokens, jnp.int32)) if isinstance(layer, KVCache) else layer
+        for layer in generation.state.layers
+    )
+    position = jnp.full_like(generation.state.position, tokens)
+    return generation._replace(state=generation.state._replace(layers=layers, position=position))
+
+
+def attention_bytes(state: DecodeState) -> int:
+    """All keys, values, S and z, counted one by one; of a source too. The state may be of shapes."""
+    return all_bytes([leaf for leaf in jax.tree.leaves((state.layers, state.source)) if leaf.ndim])
 
 
 def linear_state_bytes(layers: int, batch: int, heads: int, features: int, head_dim: int) -> int:

@@ -6,16 +6,9 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter, LogLocator
-
 from t2r.benchmark.decode import DecodeSpeed
+from t2r.benchmark.plots import OTHER, RNN, SOFTMAX, log_axes, plt, styled
 from t2r.console import short
-
-SOFTMAX, RNN, OTHER = "#0072b2", "#d55e00", "#777777"
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -101,20 +94,14 @@ def decode_plot(report: Report) -> str:
         speed.plot(lengths, [run.tokens_per_second for run in runs], "o-", color=color, label=name)
         state.plot(lengths, [run.state_bytes / 2**20 for run in runs], "o-", color=color, label=name)
     for axes, title, unit in [(speed, "Decoding speed", "tokens/s"), (state, "Attention state", "MiB")]:
-        axes.set(xscale="log", yscale="log", xlabel="generated tokens", ylabel=unit, title=title)
-        axes.set_xticks([run.length for run in report.rnn], [str(run.length) for run in report.rnn])
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.5g}"))
-        axes.minorticks_off()
+        axes.set(xlabel="generated tokens", ylabel=unit, title=title)
+        log_axes(axes, [run.length for run in report.rnn])
         axes.legend()
     return _svg(figure)
 
 
 def _svg(figure) -> str:
-    for axes in figure.axes:
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
+    styled(figure)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg")
     plt.close(figure)

@@ -1,6 +1,8 @@
 """Compiling for a TPU that nobody has booked: the real compiler, its memory, and its own estimate of the time."""
 
+import importlib.metadata
 import math
+import os
 import time
 from typing import Any, NamedTuple
 
@@ -12,9 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from t2r.attention.softmax import KVCache
+from t2r.benchmark.decode import NO_END, DoesNotFit, generation_of_shapes, is_out_of_memory, peak_bytes
 from t2r.benchmark.flops import peak as peak_flops
 from t2r.benchmark.flops import training_flops
-from t2r.decode.generate import Generation, scan_steps
+from t2r.decode.generate import scan_steps
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError
 from t2r.layout import KV_CACHE, LINEAR_STATE, shardings, spec_of
@@ -33,9 +36,24 @@ class Program(NamedTuple):
     compile_seconds: float
     argument_bytes: int
     temporary_bytes: int
+    shared_bytes: int  # of outputs that are arguments, changed in place: in decoding, the state
     peak_bytes: int  # arguments, outputs that share no memory with them, and temporaries
     seconds: float | None  # the compiler's own estimate; None if it gives none
     flops: float | None  # of one device, as the compiler counts them: a loop's body once
+
+
+def without_devices() -> None:
+    """Keeps the compiler from looking for a TPU, and from asking a cloud about one."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v2-8")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    jax.config.update("jax_platforms", "cpu")
+
+
+def compiler() -> str:
+    """Its name and version."""
+    return f"libtpu {importlib.metadata.version('libtpu')}"
 
 
 def devices_of(topology: str) -> list[jax.Device]:
@@ -78,13 +96,15 @@ def compile_training(config: ConfigDict, topology: str) -> dict[str, Any]:
 
 
 def compile_decoding(config: ConfigDict, topology: str, *, batch: int, length: int) -> dict[str, Any]:
-    """One step of greedy decoding with `length` tokens in the state, on all devices of the topology."""
+    """One step of greedy decoding of what a config trains, on all devices of the topology."""
     mesh = make_mesh(config.mesh, devices_of(topology))
-    run = run_of_shapes(config, mesh)
-    if run.model.config.encoder_layers:
-        raise InputError("--decode compiles language models: this config's model translates")
+    return compile_step(run_of_shapes(config, mesh).model, topology, mesh, batch=batch, length=length)
+
+
+def compile_step(model: LanguageModel, topology: str, mesh: Mesh, *, batch: int, length: int) -> dict[str, Any]:
+    """One step of greedy decoding with `length` tokens in the state, and in translation as many in the source."""
     with jax.set_mesh(mesh):
-        lowered = lower_decoding(run.model, mesh, batch, length)
+        lowered = lower_decoding(model, mesh, batch, length)
     program = compile_program(lowered)
     return _report(topology, mesh, program.peak_bytes, {"decode": program}) | {
         "step_seconds": program.seconds,
@@ -99,24 +119,26 @@ def lower_decoding(model: LanguageModel, mesh: Mesh, batch: int, length: int) ->
     arrays = arrays_of(model)
     placed = jax.tree.map(_shape_at, arrays, shardings(arrays, mesh))
     placed = {name: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16, sharding=a.sharding) for name, a in placed.items()}
-    by_rows = NamedSharding(mesh, spec_of(("batch",), (batch,), dict(mesh.shape)))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    state = jax.eval_shape(lambda arrays: with_arrays(model, arrays).init_state(batch, length), arrays)
-    sizes = dict(mesh.shape)
+    generation, sizes = generation_of_shapes(model, batch, length), dict(mesh.shape)
 
-    def laid_out(layer: Any) -> Any:  # by texts and by heads, as the model itself lays it out
-        names = KV_CACHE if isinstance(layer, KVCache) else LINEAR_STATE
-        place = lambda name, leaf: NamedSharding(mesh, spec_of(names.get(name, ()), leaf.shape, sizes))  # noqa: E731
-        fields = layer._asdict().items()
-        return type(layer)(*(leaf if leaf is None else _shape_at(leaf, place(name, leaf)) for name, leaf in fields))
+    def at(leaf: Any, dimensions: tuple = ()) -> jax.ShapeDtypeStruct:
+        return _shape_at(leaf, NamedSharding(mesh, spec_of(dimensions, leaf.shape, sizes)))
 
-    layers = tuple(laid_out(layer) for layer in state.layers)
-    state = state._replace(layers=layers, position=_shape_at(state.position, by_rows))
-    ids = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=by_rows)
-    done = jax.ShapeDtypeStruct((batch,), jnp.bool_, sharding=by_rows)
-    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=everywhere)
+    def laid_out(layers: tuple | None) -> tuple | None:  # by texts and by heads, as the model itself lays it out
+        if layers is None:
+            return None
+        names = [KV_CACHE if isinstance(layer, KVCache) else LINEAR_STATE for layer in layers]
+        fields = [layer._asdict().items() for layer in layers]
+        return tuple(
+            type(layer)(*(leaf if leaf is None else at(leaf, known.get(name, ())) for name, leaf in found))
+            for layer, known, found in zip(layers, names, fields)
+        )
+
+    by_rows, state = ("batch",), generation.state
+    state = type(state)(laid_out(state.layers), at(state.position, by_rows), laid_out(state.source))
+    last, done, key = at(generation.last, by_rows), at(generation.done, by_rows), at(generation.key)
     graph, parameters = nnx.split(with_arrays(model, placed))
-    return scan_steps.lower(graph, parameters, Generation(state, ids, done, key), 1, Sampling(), -1)
+    return scan_steps.lower(graph, parameters, type(generation)(state, last, done, key), 1, Sampling(), NO_END)
 
 
 def compile_program(lowered: jax.stages.Lowered) -> Program:
@@ -125,21 +147,19 @@ def compile_program(lowered: jax.stages.Lowered) -> Program:
     try:
         compiled = lowered.compile()
     except Exception as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_out_of_memory(error):
             raise
         needed = next((line for line in str(error).splitlines() if "Used" in line), str(error).splitlines()[0])
-        raise InputError(
+        raise DoesNotFit(
             f"it does not fit: {needed.strip()[:300]}. Divide it more (config.mesh.fsdp, config.mesh.tensor), compute "
             "again what can be (config.model.remat=True), or take smaller parts (config.accumulate)"
         ) from None
     seconds = time.perf_counter() - began
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
-    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    peak = memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
     estimate = cost.get("optimal_seconds")
     return Program(
-        round(seconds, 1), memory.argument_size_in_bytes, memory.temp_size_in_bytes, peak,
-        estimate if estimate and estimate > 0 else None, cost.get("flops"),
+        round(seconds, 1), memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.alias_size_in_bytes,
+        peak_bytes(compiled), estimate if estimate and estimate > 0 else None, cost.get("flops"),
     )  # fmt: skip
 
 

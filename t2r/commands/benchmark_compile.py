@@ -9,7 +9,6 @@ It counts a loop's body once, so there is no estimate with config.model.scan_lay
 products take at the peak that the maker states.
 """
 
-import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -26,22 +25,12 @@ _OUTPUT = flags.DEFINE_string("output", None, "File for the report, as JSON.")
 
 
 def main() -> dict[str, Any]:
-    import os
-
-    import jax
-
-    # The compiler must neither look for a TPU nor ask a cloud about one.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v2-8")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    jax.config.update("jax_platforms", "cpu")
-
     from t2r import environment
-    from t2r.benchmark.topology import compile_decoding, compile_training
+    from t2r.benchmark.topology import compile_decoding, compile_training, compiler, without_devices
     from t2r.console import table
     from t2r.train.config import check
 
+    without_devices()
     config = _CONFIG.value
     check(config)
     if _DECODE.value:
@@ -49,8 +38,7 @@ def main() -> dict[str, Any]:
     else:
         report = compile_training(config, _TOPOLOGY.value)
     print(table(["", "compiled, not measured"], [(k, v) for k, v in report.items() if k not in ("programs", "mesh")]))
-    compiler = f"libtpu {importlib.metadata.version('libtpu')}"
-    result = {**report, "estimate": True, "compiler": compiler, "environment": environment.describe()}
+    result = {**report, "estimate": True, "compiler": compiler(), "environment": environment.describe()}
     if _OUTPUT.value:
         path = Path(_OUTPUT.value)
         path.parent.mkdir(parents=True, exist_ok=True)

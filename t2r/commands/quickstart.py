@@ -25,6 +25,7 @@ PROMPT = "Return a new"
 
 def main() -> dict[str, Any]:
     from t2r import environment
+    from t2r.benchmark.flags import parse_lengths
     from t2r.benchmark.report import Report, write_report
     from t2r.console import say
     from t2r.convert import model_dir
@@ -104,15 +105,6 @@ def main() -> dict[str, Any]:
         "report": str(path),
         "seconds": round(report.seconds),
     }
-
-
-def parse_lengths(texts: list[str]) -> list[int]:
-    """Whole numbers above 0, in order."""
-    from t2r.errors import InputError
-
-    if not texts or not all(text.strip().isdigit() and int(text) for text in texts):
-        raise InputError(f"--lengths={','.join(texts)}: give whole numbers above 0, such as 128,512")
-    return sorted({int(text) for text in texts})
 
 
 def validation_curve(workdir: Path) -> dict[int, float]:

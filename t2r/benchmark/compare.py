@@ -1,0 +1,248 @@
+"""Decoding of several models at several lengths: measured here, or compiled for a TPU that is not here."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from ml_collections import ConfigDict
+
+from t2r.benchmark.decode import Decoder, DecodeSpeed, DoesNotFit, attention_bytes, generation_of_shapes
+from t2r.benchmark.flags import Asked
+from t2r.benchmark.floor import (
+    STATED_BANDWIDTH,
+    Machine,
+    Step,
+    measure_machine,
+    measured_crossover,
+    predicted_crossover,
+    state_bytes,
+    step_of,
+)
+from t2r.benchmark.flops import peak
+from t2r.benchmark.plots import Curve, length_plot, save
+from t2r.benchmark.results import Results
+from t2r.benchmark.rows import label, model_of_shapes, random_model
+from t2r.benchmark.topology import MEMORY, compile_step, devices_of
+from t2r.console import say, table
+from t2r.model.transformer import LanguageModel
+from t2r.train.sharding import make_mesh
+
+MIB = 2**20
+
+
+class How(NamedTuple):
+    """How decoding is measured."""
+
+    steps: int = 128
+    whole: bool = False
+    seconds: float = 2.0  # of repetitions
+    prompt: int = 0
+    largest_batch_at: tuple[int, ...] = ()  # lengths
+
+
+def machine_of(results: Results, topology: str | None) -> Machine:
+    """What floors are computed with: bandwidth as measured, or for a TPU that is not there as its maker states it."""
+    if topology:
+        return Machine(STATED_BANDWIDTH[topology.partition(":")[0]], peak(devices_of(topology)[0]))
+
+    def measure() -> dict[str, Any]:
+        machine, speeds = measure_machine()
+        return {"bandwidth": machine.bandwidth, **speeds}
+
+    line = results.find({"what": "bandwidth"}, measure, always=True)
+    return Machine(line["bandwidth"], peak(jax.devices()[0]))
+
+
+def measure_row(results: Results, asked: Asked, name: str, machine: Machine, how: How) -> None:
+    """One model at all lengths; its weights are made when the first figure is missing, and gone at the end."""
+    shapes = model_of_shapes(asked.rows[name], asked.dtype)
+    translates = bool(shapes.config.encoder_layers)
+
+    @functools.cache
+    def decoder() -> Decoder:
+        say(f"{name}: {shapes.config.layers} layers")
+        return Decoder(random_model(asked.rows[name], asked.dtype), repeat_for=how.seconds)
+
+    def find(what: str, length: int, measure: Callable[[], dict[str, Any]], **more: Any) -> None:
+        results.find({"what": what, "row": name, "length": length, **asked.common, **more}, measure)
+
+    def decode(length: int) -> dict[str, Any]:
+        speed = decoder().steps(asked.batch, length, how.steps, whole=how.whole)
+        say(f"{name}, {length} tokens: {speed.step_seconds * 1e6:,.0f} µs a step")
+        return figures(speed, floor_of(shapes, speed, whole=how.whole), machine)
+
+    def prefill(length: int) -> dict[str, Any]:
+        times = (decoder().encoding if translates else decoder().prompts)(asked.batch, length)
+        return {"prefill": times._asdict(), "tokens_per_second": asked.batch * length / times.seconds}
+
+    def largest(length: int) -> dict[str, Any]:
+        speed, predicted = decoder().largest_batch(length, min(how.steps, 16))
+        say(f"{name}, {length} tokens: {speed.batch} texts at once, {speed.tokens_per_second:,.0f} tokens/s")
+        return {**figures(speed, floor_of(shapes, speed), machine), "predicted_batch": predicted}
+
+    for length in asked.lengths:
+        find("decode", length, functools.partial(decode, length), steps=length if how.whole else how.steps)
+    for length in asked.lengths if translates else [how.prompt] if how.prompt else []:
+        find("prefill", length, functools.partial(prefill, length))
+    for length in how.largest_batch_at:
+        find("largest batch", length, functools.partial(largest, length), batch=None)
+
+
+def floor_of(shapes: LanguageModel, speed: DecodeSpeed, *, whole: bool = False) -> Step:
+    """What the steps of a measurement must do; over a whole generation, half of the tokens are there on average."""
+    source = speed.length if shapes.config.encoder_layers else 0
+    return step_of(shapes, speed.batch, (speed.length + 1) / 2 if whole else speed.length, source)
+
+
+def figures(speed: DecodeSpeed, step: Step, machine: Machine) -> dict[str, Any]:
+    """A measurement beside its floor."""
+    return {
+        "step_seconds": speed.step_seconds,
+        "tokens_per_second": speed.tokens_per_second,
+        "spread": speed.spread,
+        "compile_seconds": speed.compile_seconds,
+        "batch": speed.batch,
+        "steps": speed.steps,
+        "state_bytes": speed.state_bytes,
+        **floor_figures(step, machine, speed.step_seconds),
+    }
+
+
+def floor_figures(step: Step, machine: Machine, seconds: float | None) -> dict[str, Any]:
+    floor = step.floor(machine)
+    bytes_and_flops = {name: getattr(step, name) for name in step._fields}
+    return {**bytes_and_flops, "floor_seconds": floor, "fraction_of_floor": floor / seconds if seconds else None}
+
+
+def compile_rows(results: Results, asked: Asked, topology: str, axes: dict[str, int]) -> None:
+    """Every model at every length, by the TPU compiler; nothing is run. What serves several lengths is compiled once."""
+    mesh = make_mesh(ConfigDict(axes), devices_of(topology))
+    memory = MEMORY[topology.partition(":")[0]] * 2**30
+    for name, config in asked.rows.items():
+        shapes, compiled = model_of_shapes(config, asked.dtype), {}
+
+        def compile_at(length: int, name=name, shapes=shapes, compiled=compiled) -> dict[str, Any]:
+            generation = generation_of_shapes(shapes, asked.batch, length)
+            key = tuple(leaf.shape for leaf in jax.tree.leaves(generation))
+            if key not in compiled:
+                say(f"{name}, {length} tokens: compiling {shapes.config.layers} layers for {topology}")
+                compiled[key] = compile_step(shapes, topology, mesh, batch=asked.batch, length=length)
+            report = compiled[key]
+            if not report["fits"]:
+                raise DoesNotFit(f"it needs {report['peak_bytes'] / 2**30:.1f} of {memory / 2**30:.0f} GiB")
+            program = report["programs"]["decode"]
+            return {
+                "estimate": True,
+                "step_seconds": report["step_seconds"],
+                "tokens_per_second": report["tokens_per_second"],
+                "compile_seconds": program["compile_seconds"],
+                "state_bytes": attention_bytes(generation.state),
+                "formula_bytes": _formula(shapes, asked.batch, length),
+                "program_state_bytes": program["shared_bytes"],
+                "argument_bytes": program["argument_bytes"],
+                "temporary_bytes": program["temporary_bytes"],
+                "program_bytes": program["peak_bytes"],
+            }
+
+        for length in asked.lengths:
+            line = {"what": "decode", "row": name, "length": length, **asked.common, "mesh": axes}
+            results.find(line, functools.partial(compile_at, length))
+
+
+def _formula(shapes: LanguageModel, batch: int, length: int) -> int:
+    return state_bytes(shapes.config, batch, length, length if shapes.config.encoder_layers else 0)
+
+
+def summary_of(results: Results, asked: Asked, machine: Machine) -> dict[str, Any]:
+    """The figures that matter, by row and length, and where each row overtakes the transformer."""
+    summary = {
+        "tokens_per_second": by_row(results, "decode", "tokens_per_second"),
+        "fraction_of_floor": by_row(results, "decode", "fraction_of_floor"),
+        "prefill_tokens_per_second": by_row(results, "prefill", "tokens_per_second"),
+        "largest_batch": by_row(results, "largest batch", "batch"),
+        "largest_batch_tokens_per_second": by_row(results, "largest batch", "tokens_per_second"),
+        "peers_tokens_per_second": by_row(results, "peer", "tokens_per_second"),
+    }
+    return {name: value for name, value in summary.items() if value} | {
+        "crossover": _crossovers(results, asked, machine)
+    }
+
+
+def _crossovers(results: Results, asked: Asked, machine: Machine) -> dict[str, Any]:
+    seconds = by_row(results, "decode", "step_seconds")
+    if "transformer" not in asked.rows:
+        return {}
+    shapes = {name: model_of_shapes(config, asked.dtype) for name, config in asked.rows.items()}
+    slow = shapes.pop("transformer")
+    return {
+        name: {
+            "predicted": predicted_crossover(slow, model, asked.batch, machine),
+            "found": measured_crossover(seconds.get("transformer", {}), seconds.get(name, {})),
+        }
+        for name, model in shapes.items()
+    }
+
+
+def by_row(results: Results, what: str, figure: str) -> dict[str, dict[int, Any]]:
+    """row → length → figure."""
+    found: dict[str, dict[int, Any]] = {}
+    for line in results.of(what):
+        if line.get(figure) is not None:
+            found.setdefault(line["asked"]["row"], {})[line["asked"]["length"]] = line[figure]
+    return found
+
+
+def tables(results: Results, summary: dict[str, Any]) -> Iterator[str]:
+    """What was found, for people."""
+    estimate = any(line.get("estimate") for line in results.lines)
+    headers = ["row", "tokens", "texts", "µs a step", "tokens/s", "spread", "floor, µs", "of floor", "state, MiB"]
+    rows = [_table_row(line) for what in ("decode", "largest batch") for line in results.of(what)]
+    if rows:
+        yield table([headers[0], *headers[1:]], rows) + ("\n(the compiler's estimate)" if estimate else "")
+    prefills = results.of("prefill")
+    if prefills:
+        rows = [(line["asked"]["row"], line["asked"]["length"], line["prefill"]["seconds"] * 1e3) for line in prefills]
+        yield table(["reading, apart", "tokens", "ms"], rows)
+    peers = results.of("peer")
+    if peers:
+        rows = [(line["asked"]["row"], line["asked"]["length"], line["tokens_per_second"]) for line in peers]
+        yield table(["other libraries", "tokens", "tokens/s"], rows)
+    found = summary["crossover"]
+    if found:
+        rows = [(name, *("never" if x is None else x for x in pair.values())) for name, pair in found.items()]
+        yield table(["overtakes the transformer at", "predicted", "estimated" if estimate else "measured"], rows)
+
+
+def _table_row(line: dict[str, Any]) -> tuple:
+    seconds, floor, spread = line["step_seconds"], line.get("floor_seconds"), line.get("spread")
+    return (
+        line["asked"]["row"],
+        line["asked"]["length"],
+        line.get("batch") or line["asked"]["batch"],
+        seconds * 1e6 if seconds else "none given",
+        line["tokens_per_second"] or "",
+        "" if spread is None else f"{spread:.1%}",
+        floor * 1e6 if floor else "",
+        f"{floor / seconds:.0%}" if floor and seconds else "",
+        line["state_bytes"] / MIB,
+    )
+
+
+def plot_speed(results: Results, asked: Asked, where: str) -> list[str]:
+    """The paper's Figure 2; dotted, what the memory would allow."""
+    speeds, spreads = by_row(results, "decode", "tokens_per_second"), by_row(results, "decode", "spread")
+    floors = by_row(results, "decode", "floor_seconds")
+    curves = []
+    for name, points in speeds.items():
+        curves.append(Curve(name, label(name, asked.rows[name]), points, spreads.get(name, {})))
+        bound = {length: asked.batch / seconds for length, seconds in floors.get(name, {}).items()}
+        if bound:
+            curves.append(Curve(name, "", bound, dotted=True))
+    for name, points in by_row(results, "peer", "tokens_per_second").items():
+        curves.append(Curve(name, name, points))
+    if not curves or results.figure() is None:
+        return []
+    note = "" if not floors else "; dotted: the floor"
+    title = f"Decoding speed, {asked.identity['architecture']}, batch {asked.batch}\n{where}{note}"
+    return save(length_plot(curves, title=title, unit="tokens/s"), results.figure())

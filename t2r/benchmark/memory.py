@@ -1,0 +1,107 @@
+"""The attention state in bytes: by the formula, of the state itself, in the compiled program, and on the device."""
+
+import functools
+from typing import Any
+
+import jax
+
+from t2r.benchmark.compare import MIB, by_row
+from t2r.benchmark.decode import (
+    Decoder,
+    attention_bytes,
+    check_fits,
+    filled,
+    generation_of_shapes,
+    peak_bytes,
+    rewound,
+)
+from t2r.benchmark.flags import Asked
+from t2r.benchmark.floor import all_bytes, state_bytes
+from t2r.benchmark.plots import Curve, length_plot, save
+from t2r.benchmark.results import Results
+from t2r.benchmark.rows import label, model_of_shapes, random_model
+from t2r.console import say, table
+from t2r.model.parameters import arrays_of
+
+STEPS = 2  # a loop, as in decoding
+
+
+def measure_rows(results: Results, asked: Asked) -> None:
+    """All models at all lengths, those that need least first: a device reports the highest peak so far."""
+    shapes = {name: model_of_shapes(config, asked.dtype) for name, config in asked.rows.items()}
+
+    def needs(pair: tuple[str, int]) -> int:
+        model = shapes[pair[0]]
+        return all_bytes(arrays_of(model)) + state_bytes(model.config, asked.batch, pair[1], pair[1])
+
+    for name, length in sorted(((name, length) for name in shapes for length in asked.lengths), key=needs):
+        line = {"what": "decode", "row": name, "length": length, **asked.common}
+        results.find(line, functools.partial(measure_state, asked, name, length))
+
+
+def measure_state(asked: Asked, name: str, length: int) -> dict[str, Any]:
+    """One model at one length: counted, compiled, and run for a few steps where the device reports its memory."""
+    config, batch = asked.rows[name], asked.batch
+    say(f"{name}, {length} tokens")
+    shapes = model_of_shapes(config, asked.dtype)
+    reports = jax.devices()[0].memory_stats() is not None
+    model = random_model(config, asked.dtype) if reports else shapes
+    compiled, arrays, compile_seconds = Decoder(model).program(batch, length, min(STEPS, length))
+    generation = generation_of_shapes(shapes, batch, length)
+    memory = compiled.memory_analysis()
+    found = {
+        "state_bytes": attention_bytes(generation.state),
+        "formula_bytes": state_bytes(shapes.config, batch, length, length if config.encoder_layers else 0),
+        "program_state_bytes": memory.alias_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "program_bytes": peak_bytes(compiled),
+        "compile_seconds": compile_seconds,
+    }
+    if reports:
+        check_fits(compiled, already=all_bytes(arrays))
+        found |= _on_device(compiled, arrays, generation, length)
+    return found
+
+
+def _on_device(compiled: jax.stages.Compiled, arrays: Any, shapes: Any, length: int) -> dict[str, int]:
+    """What the state takes of the device's memory, and the device's peak since the process began."""
+    before = jax.devices()[0].memory_stats()["bytes_in_use"]
+    generation = jax.block_until_ready(rewound(filled(shapes), length - min(STEPS, length)))
+    taken = jax.devices()[0].memory_stats()["bytes_in_use"] - before
+    jax.block_until_ready(compiled(arrays, generation))
+    return {"device_bytes": taken, "device_peak_bytes": jax.devices()[0].memory_stats().get("peak_bytes_in_use")}
+
+
+def summary_of(results: Results) -> dict[str, Any]:
+    """Bytes by row and length."""
+    names = ("state_bytes", "formula_bytes", "program_state_bytes", "device_peak_bytes")
+    return {name: found for name in names if (found := by_row(results, "decode", name))}
+
+
+def memory_table(results: Results) -> str:
+    """In MiB, for people."""
+    columns = ("state_bytes", "formula_bytes", "program_state_bytes", "temporary_bytes", "program_bytes",
+               "device_bytes", "device_peak_bytes")  # fmt: skip
+    lines = sorted(results.of("decode"), key=lambda line: (line["asked"]["row"], line["asked"]["length"]))
+    known = [name for name in columns if any(line.get(name) is not None for line in lines)]
+    rows = [
+        (line["asked"]["row"], line["asked"]["length"], *(line.get(name, 0) / MIB for name in known)) for line in lines
+    ]
+    headers = [name.removesuffix("_bytes").replace("_", " ") for name in known]
+    return table(["MiB", "tokens", *headers], rows)
+
+
+def plot_memory(results: Results, asked: Asked, where: str) -> list[str]:
+    """The paper's Figure 3; dotted, what the compiled program lays out, padding included."""
+    curves = []
+    for name, points in by_row(results, "decode", "state_bytes").items():
+        size = {length: value / MIB for length, value in points.items()}
+        curves.append(Curve(name, label(name, asked.rows[name]), size))
+    for name, points in by_row(results, "decode", "program_state_bytes").items():
+        size = {length: value / MIB for length, value in points.items()}
+        curves.append(Curve(name, "", size, dotted=True))
+    if not curves or results.figure() is None:
+        return []
+    title = f"Attention state, {asked.identity['architecture']}, batch {asked.batch}\n{where}; dotted: in the program"
+    return save(length_plot(curves, title=title, unit="MiB"), results.figure())

@@ -1,0 +1,81 @@
+"""Plots like the paper's Figures 2 and 3: lines over lengths, both axes logarithmic."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter, LogLocator
+
+SOFTMAX, RNN, OTHER = "#0072b2", "#d55e00", "#777777"
+COLORS = {
+    "transformer": SOFTMAX, "t2r": RNN, "t2r_75": "#cc79a7", "t2r_unmerged": "#56b4e9", "elu": "#009e73",
+    "rfa": "#e69f00", "softmax": SOFTMAX, "chunked": "#009e73",
+}  # fmt: skip
+MARKERS = "osD^vP*X"
+
+
+class Curve(NamedTuple):
+    """A row over lengths."""
+
+    row: str
+    label: str
+    points: dict[int, float]  # length → value
+    spread: dict[int, float] = {}  # slowest less fastest, over the value
+    dotted: bool = False  # a bound, not a measurement
+
+
+def length_plot(curves: Sequence[Curve], *, title: str, unit: str, tokens: str = "generated tokens"):
+    """One figure."""
+    figure, axes = plt.subplots(figsize=(7.2, 4.6))
+    rows = list(dict.fromkeys(curve.row for curve in curves))
+    for curve in curves:
+        place = rows.index(curve.row)
+        color = COLORS.get(curve.row.removesuffix("_dropout"), OTHER)
+        lengths = sorted(curve.points)
+        values = [curve.points[length] for length in lengths]
+        if curve.dotted:
+            axes.plot(lengths, values, ":", color=color, label=curve.label or None, linewidth=1.2)
+            continue
+        errors = [curve.spread.get(length, 0) * value / 2 for length, value in zip(lengths, values)]
+        style = "--" if curve.row.endswith("_dropout") else "-"
+        axes.errorbar(
+            lengths, values, errors, fmt=MARKERS[place % len(MARKERS)] + style, color=color, label=curve.label,
+            markersize=5, capsize=2, alpha=0.9,
+        )  # fmt: skip
+    axes.set(xlabel=tokens, ylabel=unit)
+    axes.set_title(title, fontsize=10)
+    log_axes(axes, sorted({length for curve in curves for length in curve.points}))
+    axes.legend(fontsize=8, frameon=False)
+    styled(figure)
+    return figure
+
+
+def log_axes(axes, lengths: Sequence[int]) -> None:
+    """Lengths and values as numbers that people write."""
+    axes.set(xscale="log", yscale="log")
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.5g}"))
+    axes.minorticks_off()
+
+
+def styled(figure) -> None:
+    """A light grid and no frame."""
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+
+
+def save(figure, path: Path) -> list[str]:
+    """PNG and SVG."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = [f"{path}.{ending}" for ending in ("png", "svg")]
+    for name in names:
+        figure.savefig(name, dpi=150)
+    plt.close(figure)
+    return names

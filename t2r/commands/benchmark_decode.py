@@ -1,0 +1,67 @@
+"""Measure decoding: tokens per second against generated length, beside the least time that memory allows.
+
+python -m t2r benchmark decode --preset=paper_lm --output=DIR [--field=vocab_size=32768 --field=adaptive_cutoffs=()]
+    [--rows=transformer,t2r,t2r_unmerged,t2r_75,elu,rfa] [--lengths=512,1024,...,32768] [--batch=16] [--dtype=bfloat16]
+    [--largest_batch] [--whole] [--prompt=N] [--peers] [--budget_seconds=N] [--again] [--device_report]
+python -m t2r benchmark decode --preset=paper_mt ...         (sources as long as what is generated; encoding apart)
+python -m t2r benchmark decode --model=DIRECTORY ...         (its architecture; --rows=model for it as it is)
+python -m t2r benchmark decode --preset=paper_mt --topology=v2:2x2 ...    (the TPU compiler's estimate; nothing is run)
+
+Greedy, unconditional, with random weights. Each step of one length costs the same: --steps of them at the end of a text
+are timed, or with --whole all. The floor is the bytes of weights and state that a step reads and writes, over the
+memory bandwidth that this run has measured. DIR gets decode.jsonl, line by line, decode.json, decode.png, decode.svg.
+"""
+
+from typing import Any
+
+from absl import flags
+
+from t2r.benchmark import flags as shared
+
+_GIVEN = shared.define()
+_STEPS = flags.DEFINE_integer("steps", 128, "Steps in each repetition.", lower_bound=1)
+_WHOLE = flags.DEFINE_bool("whole", False, "Time whole generations, from the first token.")
+_PROMPT = flags.DEFINE_integer("prompt", 0, "Of language models: also time reading prompts of so many tokens.")
+_SECONDS = flags.DEFINE_float("seconds", 2.0, "Repeat each measurement for so long, at least five times.")
+_LARGEST = flags.DEFINE_bool("largest_batch", False, "Measure the largest batch that fits, too.")
+_LARGEST_AT = flags.DEFINE_list("largest_batch_lengths", None, "At these lengths; default: 4096, or the longest.")
+_PEERS = flags.DEFINE_bool("peers", False, "Measure other libraries too, where they can be imported.")
+_PEER_LENGTHS = flags.DEFINE_list("peer_lengths", None, "Lengths for them; default: the shortest alone.")
+
+
+def main() -> dict[str, Any]:
+    import os
+
+    if _LARGEST.value and not _PEERS.value:  # else JAX takes three quarters of a GPU's memory
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+
+    from t2r.benchmark import compare, peers
+
+    asked, topology = shared.read(_GIVEN), _GIVEN.topology.value
+    results = shared.open_results("decode", _GIVEN, topology)
+    machine = compare.machine_of(results, topology)
+    if topology:
+        compare.compile_rows(results, asked, topology, shared.parse_mesh(_GIVEN.mesh.value))
+    else:
+        for name in asked.rows:
+            compare.measure_row(results, asked, name, machine, _how(asked.lengths))
+        if _PEERS.value:
+            lengths = shared.parse_lengths(_PEER_LENGTHS.value or [str(asked.lengths[0])])
+            peers.measure_generation(results, asked, lengths)
+    summary = compare.summary_of(results, asked, machine)
+    for table in compare.tables(results, summary):
+        print(table + "\n")
+    where = shared.where(results)
+    plots = compare.plot_speed(results, asked, where)
+    shared.report(results, _GIVEN)
+    results.write({"identity": asked.identity, "bandwidth": machine.bandwidth, **summary})
+    return {**summary, "bandwidth": machine.bandwidth, "left_out": len(results.left_out), "plots": plots}
+
+
+def _how(lengths: list[int]):
+    from t2r.benchmark.compare import How
+
+    at = []
+    if _LARGEST.value:
+        at = shared.parse_lengths(_LARGEST_AT.value or [str(4096 if 4096 in lengths else lengths[-1])])
+    return How(_STEPS.value, _WHOLE.value, _SECONDS.value, _PROMPT.value, tuple(at))
