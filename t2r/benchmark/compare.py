@@ -34,7 +34,7 @@ MIB = 2**20
 class How(NamedTuple):
     """How decoding is measured."""
 
-    steps: int = 128
+    steps: int = 256
     whole: bool = False
     seconds: float = 2.0  # of repetitions
     prompt: int = 0
@@ -70,7 +70,7 @@ def measure_row(results: Results, asked: Asked, name: str, machine: Machine, how
     def decode(length: int) -> dict[str, Any]:
         speed = decoder().steps(asked.batch, length, how.steps, whole=how.whole)
         say(f"{name}, {length} tokens: {speed.step_seconds * 1e6:,.0f} µs a step")
-        return figures(speed, floor_of(shapes, speed, whole=how.whole), machine)
+        return figures(speed, step_at(shapes, asked.batch, length, whole=how.whole), machine)
 
     def prefill(length: int) -> dict[str, Any]:
         times = (decoder().encoding if translates else decoder().prompts)(asked.batch, length)
@@ -79,7 +79,7 @@ def measure_row(results: Results, asked: Asked, name: str, machine: Machine, how
     def largest(length: int) -> dict[str, Any]:
         speed, predicted = decoder().largest_batch(length, min(how.steps, 16))
         say(f"{name}, {length} tokens: {speed.batch} texts at once, {speed.tokens_per_second:,.0f} tokens/s")
-        return {**figures(speed, floor_of(shapes, speed), machine), "predicted_batch": predicted}
+        return {**figures(speed, step_at(shapes, speed.batch, length), machine), "predicted_batch": predicted}
 
     for length in asked.lengths:
         find("decode", length, functools.partial(decode, length), steps=length if how.whole else how.steps)
@@ -89,10 +89,10 @@ def measure_row(results: Results, asked: Asked, name: str, machine: Machine, how
         find("largest batch", length, functools.partial(largest, length), batch=None)
 
 
-def floor_of(shapes: LanguageModel, speed: DecodeSpeed, *, whole: bool = False) -> Step:
-    """What the steps of a measurement must do; over a whole generation, half of the tokens are there on average."""
-    source = speed.length if shapes.config.encoder_layers else 0
-    return step_of(shapes, speed.batch, (speed.length + 1) / 2 if whole else speed.length, source)
+def step_at(shapes: LanguageModel, batch: int, length: int, *, whole: bool = False) -> Step:
+    """What a step must do at the end of a text of this length; over a `whole` one, half of it is there on average."""
+    source = length if shapes.config.encoder_layers else 0
+    return step_of(shapes, batch, (length + 1) / 2 if whole else length, source)
 
 
 def figures(speed: DecodeSpeed, step: Step, machine: Machine) -> dict[str, Any]:
@@ -110,13 +110,14 @@ def figures(speed: DecodeSpeed, step: Step, machine: Machine) -> dict[str, Any]:
 
 
 def floor_figures(step: Step, machine: Machine, seconds: float | None) -> dict[str, Any]:
+    """Bytes and operations, the floor, and how much of its speed is reached."""
     floor = step.floor(machine)
     bytes_and_flops = {name: getattr(step, name) for name in step._fields}
     return {**bytes_and_flops, "floor_seconds": floor, "fraction_of_floor": floor / seconds if seconds else None}
 
 
-def compile_rows(results: Results, asked: Asked, topology: str, axes: dict[str, int]) -> None:
-    """Every model at every length, by the TPU compiler; nothing is run. What serves several lengths is compiled once."""
+def compile_rows(results: Results, asked: Asked, machine: Machine, topology: str, axes: dict[str, int]) -> None:
+    """Every model at every length, by the TPU compiler; a program that serves several lengths is compiled once."""
     mesh = make_mesh(ConfigDict(axes), devices_of(topology))
     memory = MEMORY[topology.partition(":")[0]] * 2**30
     for name, config in asked.rows.items():
@@ -143,6 +144,7 @@ def compile_rows(results: Results, asked: Asked, topology: str, axes: dict[str, 
                 "argument_bytes": program["argument_bytes"],
                 "temporary_bytes": program["temporary_bytes"],
                 "program_bytes": program["peak_bytes"],
+                **floor_figures(step_at(shapes, asked.batch, length), machine, report["step_seconds"]),
             }
 
         for length in asked.lengths:
@@ -199,7 +201,8 @@ def tables(results: Results, summary: dict[str, Any]) -> Iterator[str]:
     headers = ["row", "tokens", "texts", "µs a step", "tokens/s", "spread", "floor, µs", "of floor", "state, MiB"]
     rows = [_table_row(line) for what in ("decode", "largest batch") for line in results.of(what)]
     if rows:
-        yield table([headers[0], *headers[1:]], rows) + ("\n(the compiler's estimate)" if estimate else "")
+        note = "\n(the compiler's estimate; the floor by the maker's bandwidth)" if estimate else ""
+        yield table(headers, rows) + note
     prefills = results.of("prefill")
     if prefills:
         rows = [(line["asked"]["row"], line["asked"]["length"], line["prefill"]["seconds"] * 1e3) for line in prefills]

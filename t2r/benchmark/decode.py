@@ -122,7 +122,7 @@ class Decoder:
         return timed(lambda _: start(self.model, prompts, 1), repeat_for=self.repeat_for, least=3)
 
     def largest_batch(self, length: int, steps: int, *, like: int = 16, attempts: int = 6) -> tuple[DecodeSpeed, int]:
-        """The speed at the largest batch that runs, and the batch that was predicted from the program of a small one."""
+        """The speed at the largest batch that runs, and the batch predicted from the program of a small one."""
         compiled, arrays, _ = self.program(like, length, min(steps, length))
         free, weights = available_memory(), all_bytes(arrays)
         if free is None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from t2r.benchmark.flops import peak
 from t2r.benchmark.rows import normal
-from t2r.benchmark.timing import timed
+from t2r.benchmark.timing import timed_in_a_row
 from t2r.model.config import AttentionSpec, ModelConfig
 from t2r.model.parameters import Arrays, arrays_of
 from t2r.model.transformer import LanguageModel
@@ -53,10 +53,12 @@ class Step(NamedTuple):
         return max(self.floor(machine), self.flops / machine.flops if machine.flops else 0.0)
 
 
-def step_of(model: LanguageModel, batch: int, tokens: float, source: float = 0) -> Step:
-    """A step with so many tokens in the state; in translation with so many in the source. The model may be of shapes."""
+def step_of(
+    model: LanguageModel, batch: int, tokens: float, source: float = 0, *, weights: dict[str, int] | None = None
+) -> Step:
+    """A step with so many tokens in the state, and in the source of a translation. The model may be of shapes."""
     config = model.config
-    weights = read_weights(model)
+    weights = read_weights(model) if weights is None else weights
     products = sum(size for name, size in weights.items() if not name.endswith(("bias", "scale", "sigma")))
     itemsize = jnp.dtype(config.dtype).itemsize
     own = [layer_bytes(config, spec, batch, tokens) for spec in config.attention]
@@ -120,9 +122,10 @@ def predicted_crossover(
     In translation the source is as long as the target.
     """
     translates = bool(rnn.config.encoder_layers)
+    models = [(model, read_weights(model)) for model in (transformer, rnn)]
 
     def overtakes(length: int) -> bool:
-        slow, fast = (step_of(model, batch, length, length * translates) for model in (transformer, rnn))
+        slow, fast = (step_of(model, batch, length, length * translates, weights=read) for model, read in models)
         return fast.least_seconds(machine) < slow.least_seconds(machine)
 
     if not overtakes(most):
@@ -153,19 +156,19 @@ def measure_machine(size: int | None = None) -> tuple[Machine, dict[str, float]]
     """The memory bandwidth of the first device, the better of reading alone and of copying, and each of the two."""
     device = jax.devices()[0]
     size = size or (2**28 if device.platform == "cpu" else 2**31)
-    array = normal(jax.random.key(0), (size // 2**12, 2**11), jnp.bfloat16)
+    array = normal(jax.random.key(0), (size // 2**13, 2**11), jnp.float32)
     speeds = {"read": _bandwidth(_read, array, size), "copy": _bandwidth(_copy, array, 2 * size)}
     return Machine(max(speeds.values()), peak(device)), speeds
 
 
 def _bandwidth(function: Callable, array: jax.Array, moved: int) -> float:
     compiled = function.lower(array).compile()
-    return moved / timed(lambda _: compiled(array), repeat_for=0.5, calls=10).seconds
+    return moved / timed_in_a_row(lambda _: compiled(array), repeat_for=0.5).seconds
 
 
 @jax.jit
 def _read(x: jax.Array) -> jax.Array:
-    return x.sum(1, dtype=jnp.float32)
+    return x.sum(1)
 
 
 @jax.jit

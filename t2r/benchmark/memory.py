@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+from flax import nnx
 
 from t2r.benchmark.compare import MIB, by_row
 from t2r.benchmark.decode import (
@@ -28,38 +29,36 @@ STEPS = 2  # a loop, as in decoding
 
 def measure_rows(results: Results, asked: Asked) -> None:
     """All models at all lengths, those that need least first: a device reports the highest peak so far."""
-    shapes = {name: model_of_shapes(config, asked.dtype) for name, config in asked.rows.items()}
+    decoders = {name: Decoder(model_of_shapes(config, asked.dtype)) for name, config in asked.rows.items()}
 
     def needs(pair: tuple[str, int]) -> int:
-        model = shapes[pair[0]]
+        model = decoders[pair[0]].model
         return all_bytes(arrays_of(model)) + state_bytes(model.config, asked.batch, pair[1], pair[1])
 
-    for name, length in sorted(((name, length) for name in shapes for length in asked.lengths), key=needs):
+    for name, length in sorted(((name, length) for name in decoders for length in asked.lengths), key=needs):
         line = {"what": "decode", "row": name, "length": length, **asked.common}
-        results.find(line, functools.partial(measure_state, asked, name, length))
+        say(f"{name}, {length} tokens")
+        results.find(line, functools.partial(measure_state, decoders[name], asked.batch, length))
 
 
-def measure_state(asked: Asked, name: str, length: int) -> dict[str, Any]:
-    """One model at one length: counted, compiled, and run for a few steps where the device reports its memory."""
-    config, batch = asked.rows[name], asked.batch
-    say(f"{name}, {length} tokens")
-    shapes = model_of_shapes(config, asked.dtype)
-    reports = jax.devices()[0].memory_stats() is not None
-    model = random_model(config, asked.dtype) if reports else shapes
-    compiled, arrays, compile_seconds = Decoder(model).program(batch, length, min(STEPS, length))
-    generation = generation_of_shapes(shapes, batch, length)
+def measure_state(decoder: Decoder, batch: int, length: int) -> dict[str, Any]:
+    """One model of shapes at one length: counted, compiled, and run where the device reports its memory."""
+    config = decoder.model.config
+    compiled, arrays, compile_seconds = decoder.program(batch, length, min(STEPS, length))
+    generation = generation_of_shapes(decoder.model, batch, length)
     memory = compiled.memory_analysis()
     found = {
         "state_bytes": attention_bytes(generation.state),
-        "formula_bytes": state_bytes(shapes.config, batch, length, length if config.encoder_layers else 0),
+        "formula_bytes": state_bytes(config, batch, length, length if config.encoder_layers else 0),
         "program_state_bytes": memory.alias_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
         "program_bytes": peak_bytes(compiled),
         "compile_seconds": compile_seconds,
     }
-    if reports:
-        check_fits(compiled, already=all_bytes(arrays))
+    if jax.devices()[0].memory_stats() is not None:
+        check_fits(compiled, already=0)
+        _, arrays = nnx.split(random_model(config, config.dtype))
         found |= _on_device(compiled, arrays, generation, length)
     return found
 

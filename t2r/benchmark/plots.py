@@ -24,7 +24,7 @@ class Curve(NamedTuple):
     row: str
     label: str
     points: dict[int, float]  # length → value
-    spread: dict[int, float] = {}  # slowest less fastest, over the value
+    spread: dict[int, float] | None = None  # slowest less fastest, over the value
     dotted: bool = False  # a bound, not a measurement
 
 
@@ -40,7 +40,7 @@ def length_plot(curves: Sequence[Curve], *, title: str, unit: str, tokens: str =
         if curve.dotted:
             axes.plot(lengths, values, ":", color=color, label=curve.label or None, linewidth=1.2)
             continue
-        errors = [curve.spread.get(length, 0) * value / 2 for length, value in zip(lengths, values)]
+        errors = [(curve.spread or {}).get(length, 0) * value / 2 for length, value in zip(lengths, values)]
         style = "--" if curve.row.endswith("_dropout") else "-"
         axes.errorbar(
             lengths, values, errors, fmt=MARKERS[place % len(MARKERS)] + style, color=color, label=curve.label,

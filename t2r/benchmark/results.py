@@ -33,6 +33,7 @@ class Results:
         self.name, self.output, self.environment = name, output and Path(output), environment
         self.lines: list[dict[str, Any]] = []  # of this run, found now or before
         self.left_out: list[dict[str, Any]] = []
+        self.notes: list[str] = []
         self._earlier = [] if again or not output else _read_lines(self._path("jsonl"))
         self._until = time.monotonic() + budget_seconds if budget_seconds else None
 
@@ -52,19 +53,29 @@ class Results:
         self.lines.append(line)
         return line
 
+    def note(self, line: str) -> None:
+        """Something to be said, and kept."""
+        say(line)
+        self.notes.append(line)
+
     def of(self, what: str) -> list[dict[str, Any]]:
         """The lines of one kind that have figures."""
         return [line for line in self.lines if line["asked"]["what"] == what and "does_not_fit" not in line]
 
     def write(self, summary: dict[str, Any]) -> None:
         """DIR/NAME.json: everything in one file."""
+        for line in self.lines:
+            if "does_not_fit" in line:
+                say(f"{_short(line['asked'])} does not fit: {line['does_not_fit']}")
         for asked in self.left_out:
-            say(f"no time left for {' '.join(str(asked[name]) for name in ('what', 'row', 'length') if name in asked)}")
+            say(f"{_short(asked)} is left out: no time")
         if self.output is None:
             return
         lines = [{key: value for key, value in line.items() if key != "environment"} for line in self.lines]
         command = shlex.join(["python", "-m", "t2r", *sys.argv[1:]])
-        whole = {"command": command, "environment": self.environment, **summary, "left_out": self.left_out}
+        whole = {"command": command, "environment": self.environment, **summary}
+        whole |= {"left_out": self.left_out, "notes": self.notes}
+        self.output.mkdir(parents=True, exist_ok=True)
         self._path("json").write_text(json.dumps({**whole, "lines": lines}, indent=1) + "\n")
 
     def figure(self) -> Path | None:
@@ -87,9 +98,12 @@ def _unless_too_large(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        reason = next(iter(str(error).splitlines()), "")[:300]
-        say(f"it does not fit: {reason}")
+        reason = next(iter(str(error).splitlines()), "").removeprefix("it does not fit: ")[:300]
         return {"does_not_fit": reason}
+
+
+def _short(asked: dict[str, Any]) -> str:
+    return ", ".join(str(asked[name]) for name in ("what", "row", "length") if name in asked)
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

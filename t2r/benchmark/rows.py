@@ -1,4 +1,4 @@
-"""The models that benchmarks compare: the rows of the paper's figures, made of any architecture, with random weights."""
+"""The models that benchmarks compare: rows of the paper's figures, of any architecture, with random weights."""
 
 import dataclasses
 import functools

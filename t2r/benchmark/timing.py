@@ -41,3 +41,9 @@ def timed(
     counted = times[warm_up:]
     middle = statistics.median(counted)
     return Times(middle, (max(counted) - min(counted)) / middle, len(counted))
+
+
+def timed_in_a_row(run: Callable[[Any], Any], repeat_for: float) -> Times:
+    """The same for a program that may be short: it is called so often in a row that a repetition takes 50 ms."""
+    once = timed(run, repeat_for=0, least=1)
+    return timed(run, repeat_for=repeat_for, calls=max(1, min(50, int(0.05 / once.seconds))))

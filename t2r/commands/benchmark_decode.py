@@ -19,7 +19,7 @@ from absl import flags
 from t2r.benchmark import flags as shared
 
 _GIVEN = shared.define()
-_STEPS = flags.DEFINE_integer("steps", 128, "Steps in each repetition.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 256, "Steps in each repetition.", lower_bound=1)
 _WHOLE = flags.DEFINE_bool("whole", False, "Time whole generations, from the first token.")
 _PROMPT = flags.DEFINE_integer("prompt", 0, "Of language models: also time reading prompts of so many tokens.")
 _SECONDS = flags.DEFINE_float("seconds", 2.0, "Repeat each measurement for so long, at least five times.")
@@ -41,7 +41,7 @@ def main() -> dict[str, Any]:
     results = shared.open_results("decode", _GIVEN, topology)
     machine = compare.machine_of(results, topology)
     if topology:
-        compare.compile_rows(results, asked, topology, shared.parse_mesh(_GIVEN.mesh.value))
+        compare.compile_rows(results, asked, machine, topology, shared.parse_mesh(_GIVEN.mesh.value))
     else:
         for name in asked.rows:
             compare.measure_row(results, asked, name, machine, _how(asked.lengths))

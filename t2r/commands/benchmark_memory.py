@@ -1,6 +1,6 @@
 """Measure the memory of attention against generated length: by formula, counted, compiled, and on the device.
 
-python -m t2r benchmark memory --preset=paper_mt --output=DIR [--rows=...] [--lengths=...] [--batch=16] [--field=NAME=VALUE]
+python -m t2r benchmark memory --preset=paper_mt --output=DIR [--rows=...] [--lengths=...] [--batch=16]
 python -m t2r benchmark memory --model=DIRECTORY ...
 python -m t2r benchmark memory --preset=paper_mt --topology=v2:2x2 ...      (as the TPU compiler lays it out)
 
@@ -22,7 +22,8 @@ def main() -> dict[str, Any]:
     asked, topology = shared.read(_GIVEN), _GIVEN.topology.value
     results = shared.open_results("memory", _GIVEN, topology)
     if topology:
-        compare.compile_rows(results, asked, topology, shared.parse_mesh(_GIVEN.mesh.value))
+        machine = compare.machine_of(results, topology)
+        compare.compile_rows(results, asked, machine, topology, shared.parse_mesh(_GIVEN.mesh.value))
     else:
         memory.measure_rows(results, asked)
     print(memory.memory_table(results))
