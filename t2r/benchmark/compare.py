@@ -23,7 +23,7 @@ from t2r.benchmark.flops import peak
 from t2r.benchmark.plots import Curve, length_plot, save
 from t2r.benchmark.results import Results
 from t2r.benchmark.rows import label, model_of_shapes, random_model
-from t2r.benchmark.topology import MEMORY, compile_step, devices_of
+from t2r.benchmark.topology import compile_step, devices_of
 from t2r.console import say, table
 from t2r.model.transformer import LanguageModel
 from t2r.train.sharding import make_mesh
@@ -41,10 +41,11 @@ class How(NamedTuple):
     largest_batch_at: tuple[int, ...] = ()  # lengths
 
 
-def machine_of(results: Results, topology: str | None) -> Machine:
-    """What floors are computed with: bandwidth as measured, or for a TPU that is not there as its maker states it."""
+def machine_of(results: Results, topology: str | None, devices: int = 1) -> Machine:
+    """What floors are computed with: bandwidth as measured, or for TPUs that are not there as their maker states it."""
     if topology:
-        return Machine(STATED_BANDWIDTH[topology.partition(":")[0]], peak(devices_of(topology)[0]))
+        bandwidth, flops = STATED_BANDWIDTH[topology.partition(":")[0]], peak(devices_of(topology)[0])
+        return Machine(devices * bandwidth, flops and devices * flops)
 
     def measure() -> dict[str, Any]:
         machine, speeds = measure_machine()
@@ -119,41 +120,47 @@ def floor_figures(step: Step, machine: Machine, seconds: float | None) -> dict[s
 def compile_rows(results: Results, asked: Asked, machine: Machine, topology: str, axes: dict[str, int]) -> None:
     """Every model at every length, by the TPU compiler; a program that serves several lengths is compiled once."""
     mesh = make_mesh(ConfigDict(axes), devices_of(topology))
-    memory = MEMORY[topology.partition(":")[0]] * 2**30
     for name, config in asked.rows.items():
-        shapes, compiled = model_of_shapes(config, asked.dtype), {}
+        shapes = model_of_shapes(config, asked.dtype)
+        programs: dict[Any, dict[str, Any]] = {}  # by the shapes of their state
 
-        def compile_at(length: int, name=name, shapes=shapes, compiled=compiled) -> dict[str, Any]:
-            generation = generation_of_shapes(shapes, asked.batch, length)
-            key = tuple(leaf.shape for leaf in jax.tree.leaves(generation))
-            if key not in compiled:
+        def compiled(length: int, key: Any, name=name, shapes=shapes, programs=programs) -> dict[str, Any]:
+            if key not in programs:
                 say(f"{name}, {length} tokens: compiling {shapes.config.layers} layers for {topology}")
-                compiled[key] = compile_step(shapes, topology, mesh, batch=asked.batch, length=length)
-            report = compiled[key]
-            if not report["fits"]:
-                raise DoesNotFit(f"it needs {report['peak_bytes'] / 2**30:.1f} of {memory / 2**30:.0f} GiB")
-            program = report["programs"]["decode"]
-            return {
-                "estimate": True,
-                "step_seconds": report["step_seconds"],
-                "tokens_per_second": report["tokens_per_second"],
-                "compile_seconds": program["compile_seconds"],
-                "state_bytes": attention_bytes(generation.state),
-                "formula_bytes": _formula(shapes, asked.batch, length),
-                "program_state_bytes": program["shared_bytes"],
-                "argument_bytes": program["argument_bytes"],
-                "temporary_bytes": program["temporary_bytes"],
-                "program_bytes": program["peak_bytes"],
-                **floor_figures(step_at(shapes, asked.batch, length), machine, report["step_seconds"]),
-            }
+                programs[key] = compile_step(shapes, topology, mesh, batch=asked.batch, length=length)
+            return programs[key]
 
         for length in asked.lengths:
             line = {"what": "decode", "row": name, "length": length, **asked.common, "mesh": axes}
-            results.find(line, functools.partial(compile_at, length))
+            results.find(line, functools.partial(estimate_at, shapes, asked.batch, length, machine, compiled))
 
 
-def _formula(shapes: LanguageModel, batch: int, length: int) -> int:
-    return state_bytes(shapes.config, batch, length, length if shapes.config.encoder_layers else 0)
+def estimate_at(
+    shapes: LanguageModel, batch: int, length: int, machine: Machine, compiled: Callable[[int, Any], dict[str, Any]]
+) -> dict[str, Any]:
+    """What the compiler says of a step; where it does not fit, the size of the state alone."""
+    generation = generation_of_shapes(shapes, batch, length)
+    formula = state_bytes(shapes.config, batch, length, length if shapes.config.encoder_layers else 0)
+    counted = {"estimate": True, "state_bytes": attention_bytes(generation.state), "formula_bytes": formula}
+    try:
+        report = compiled(length, tuple(leaf.shape for leaf in jax.tree.leaves(generation)))
+    except DoesNotFit as error:
+        return {**counted, "does_not_fit": str(error).partition(". Divide")[0].removeprefix("it does not fit: ")}
+    if not report["fits"]:
+        needed, there = (report[name] / 2**30 for name in ("peak_bytes", "memory_bytes"))
+        return {**counted, "does_not_fit": f"it needs {needed:.1f} of {there:.0f} GiB"}
+    program, seconds = report["programs"]["decode"], report["step_seconds"]
+    return {
+        **counted,
+        "step_seconds": seconds,
+        "tokens_per_second": report["tokens_per_second"],
+        "compile_seconds": program["compile_seconds"],
+        "program_state_bytes": program["shared_bytes"],
+        "argument_bytes": program["argument_bytes"],
+        "temporary_bytes": program["temporary_bytes"],
+        "program_bytes": program["peak_bytes"],
+        **floor_figures(step_at(shapes, batch, length), machine, seconds),
+    }
 
 
 def summary_of(results: Results, asked: Asked, machine: Machine) -> dict[str, Any]:
@@ -189,7 +196,7 @@ def _crossovers(results: Results, asked: Asked, machine: Machine) -> dict[str, A
 def by_row(results: Results, what: str, figure: str) -> dict[str, dict[int, Any]]:
     """row → length → figure."""
     found: dict[str, dict[int, Any]] = {}
-    for line in results.of(what):
+    for line in results.all_of(what):
         if line.get(figure) is not None:
             found.setdefault(line["asked"]["row"], {})[line["asked"]["length"]] = line[figure]
     return found
@@ -233,19 +240,15 @@ def _table_row(line: dict[str, Any]) -> tuple:
 
 
 def plot_speed(results: Results, asked: Asked, where: str) -> list[str]:
-    """The paper's Figure 2; dotted, what the memory would allow."""
+    """The paper's Figure 2."""
     speeds, spreads = by_row(results, "decode", "tokens_per_second"), by_row(results, "decode", "spread")
-    floors = by_row(results, "decode", "floor_seconds")
-    curves = []
+    floors, curves = by_row(results, "decode", "floor_seconds"), []
     for name, points in speeds.items():
-        curves.append(Curve(name, label(name, asked.rows[name]), points, spreads.get(name, {})))
         bound = {length: asked.batch / seconds for length, seconds in floors.get(name, {}).items()}
-        if bound:
-            curves.append(Curve(name, "", bound, dotted=True))
+        curves.append(Curve(name, label(name, asked.rows[name]), points, spreads.get(name), bound))
     for name, points in by_row(results, "peer", "tokens_per_second").items():
-        curves.append(Curve(name, name, points))
+        curves.append(Curve(name, name.replace("_", " "), points))
     if not curves or results.figure() is None:
         return []
-    note = "" if not floors else "; dotted: the floor"
-    title = f"Decoding speed, {asked.identity['architecture']}, batch {asked.batch}\n{where}{note}"
+    title = f"Decoding speed, {asked.identity['architecture']}, batch {asked.batch}\n{where}"
     return save(length_plot(curves, title=title, unit="tokens/s"), results.figure())

@@ -144,11 +144,12 @@ def open_results(name: str, given: SimpleNamespace, topology: str | None = None)
     return Results(name, output, found, again=again, budget_seconds=budget)
 
 
-def where(results) -> str:
+def where(results, devices: int = 1) -> str:
     """What figures were measured on, or estimated for."""
     found = results.environment
     if "topology" in found:
-        return f"TPU {found['topology']}: estimated by its compiler ({found['compiler']}), not measured"
+        kind = f"{devices} device{'s' * (devices > 1)} of TPU {found['topology']}"
+        return f"{kind}, estimated by its compiler ({found['compiler']})"
     return found["device"]
 
 
@@ -157,4 +158,4 @@ def report(results, given: SimpleNamespace) -> None:
     if given.device_report.value:
         from t2r.benchmark.results import device_report
 
-        print(device_report(results.lines, where(results)))
+        print(device_report(results.lines, results.environment["device"]))

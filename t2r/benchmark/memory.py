@@ -13,6 +13,7 @@ from t2r.benchmark.decode import (
     check_fits,
     filled,
     generation_of_shapes,
+    is_out_of_memory,
     peak_bytes,
     rewound,
 )
@@ -56,11 +57,16 @@ def measure_state(decoder: Decoder, batch: int, length: int) -> dict[str, Any]:
         "program_bytes": peak_bytes(compiled),
         "compile_seconds": compile_seconds,
     }
-    if jax.devices()[0].memory_stats() is not None:
+    if jax.devices()[0].memory_stats() is None:
+        return found
+    try:
         check_fits(compiled, already=0)
         _, arrays = nnx.split(random_model(config, config.dtype))
-        found |= _on_device(compiled, arrays, generation, length)
-    return found
+        return found | _on_device(compiled, arrays, generation, length)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return {**found, "does_not_fit": next(iter(str(error).splitlines()), "")[:300]}
 
 
 def _on_device(compiled: jax.stages.Compiled, arrays: Any, shapes: Any, length: int) -> dict[str, int]:
@@ -82,25 +88,30 @@ def memory_table(results: Results) -> str:
     """In MiB, for people."""
     columns = ("state_bytes", "formula_bytes", "program_state_bytes", "temporary_bytes", "program_bytes",
                "device_bytes", "device_peak_bytes")  # fmt: skip
-    lines = sorted(results.of("decode"), key=lambda line: (line["asked"]["row"], line["asked"]["length"]))
+    lines = sorted(results.all_of("decode"), key=lambda line: (line["asked"]["row"], line["asked"]["length"]))
     known = [name for name in columns if any(line.get(name) is not None for line in lines)]
     rows = [
-        (line["asked"]["row"], line["asked"]["length"], *(line.get(name, 0) / MIB for name in known)) for line in lines
+        (line["asked"]["row"], line["asked"]["length"], *(line[name] / MIB if name in line else "" for name in known))
+        for line in lines
     ]
     headers = [name.removesuffix("_bytes").replace("_", " ") for name in known]
     return table(["MiB", "tokens", *headers], rows)
 
 
 def plot_memory(results: Results, asked: Asked, where: str) -> list[str]:
-    """The paper's Figure 3; dotted, what the compiled program lays out, padding included."""
-    curves = []
-    for name, points in by_row(results, "decode", "state_bytes").items():
-        size = {length: value / MIB for length, value in points.items()}
-        curves.append(Curve(name, label(name, asked.rows[name]), size))
-    for name, points in by_row(results, "decode", "program_state_bytes").items():
-        size = {length: value / MIB for length, value in points.items()}
-        curves.append(Curve(name, "", size, dotted=True))
-    if not curves or results.figure() is None:
+    """The paper's Figure 3."""
+    counted, laid_out = (
+        {
+            row: {length: value / MIB for length, value in found.items()}
+            for row, found in by_row(results, "decode", name).items()
+        }
+        for name in ("state_bytes", "program_state_bytes")
+    )
+    if not counted or results.figure() is None:
         return []
-    title = f"Attention state, {asked.identity['architecture']}, batch {asked.batch}\n{where}; dotted: in the program"
-    return save(length_plot(curves, title=title, unit="MiB"), results.figure())
+    curves = [
+        Curve(name, label(name, asked.rows[name]), points, bound=laid_out.get(name)) for name, points in counted.items()
+    ]
+    title = f"Attention state, {asked.identity['architecture']}, batch {asked.batch}\n{where}"
+    figure = length_plot(curves, title=title, unit="MiB", bound="as the compiled program lays it out")
+    return save(figure, results.figure())

@@ -25,27 +25,27 @@ class Curve(NamedTuple):
     label: str
     points: dict[int, float]  # length → value
     spread: dict[int, float] | None = None  # slowest less fastest, over the value
-    dotted: bool = False  # a bound, not a measurement
+    bound: dict[int, float] | None = None  # what it is to be seen beside, dotted
 
 
-def length_plot(curves: Sequence[Curve], *, title: str, unit: str, tokens: str = "generated tokens"):
-    """One figure."""
+def length_plot(
+    curves: Sequence[Curve], *, title: str, unit: str, tokens: str = "generated tokens", bound: str = "the floor"
+) -> plt.Figure:
+    """One figure. Of curves that coincide all can be seen: the first lies on top, with the smallest marks."""
     figure, axes = plt.subplots(figsize=(7.2, 4.6))
-    rows = list(dict.fromkeys(curve.row for curve in curves))
-    for curve in curves:
-        place = rows.index(curve.row)
+    for place, curve in enumerate(curves):
         color = COLORS.get(curve.row.removesuffix("_dropout"), OTHER)
-        lengths = sorted(curve.points)
-        values = [curve.points[length] for length in lengths]
-        if curve.dotted:
-            axes.plot(lengths, values, ":", color=color, label=curve.label or None, linewidth=1.2)
-            continue
-        errors = [(curve.spread or {}).get(length, 0) * value / 2 for length, value in zip(lengths, values)]
-        style = "--" if curve.row.endswith("_dropout") else "-"
-        axes.errorbar(
-            lengths, values, errors, fmt=MARKERS[place % len(MARKERS)] + style, color=color, label=curve.label,
-            markersize=5, capsize=2, alpha=0.9,
-        )  # fmt: skip
+        lengths, values = zip(*sorted(curve.points.items()))
+        line = "--" if curve.row.endswith("_dropout") else "-"
+        look = dict(color=color, markersize=4.5 + 1.2 * place, zorder=20 - place, label=curve.label)
+        axes.plot(lengths, values, MARKERS[place % len(MARKERS)] + line, **look)
+        if curve.spread:
+            errors = [curve.spread.get(length, 0) * value / 2 for length, value in zip(lengths, values)]
+            axes.errorbar(lengths, values, errors, fmt="none", ecolor=color, capsize=2)
+        if curve.bound:
+            axes.plot(*zip(*sorted(curve.bound.items())), ":", color=color, linewidth=1.3)
+    if any(curve.bound for curve in curves):
+        axes.plot([], [], ":", color=OTHER, label=bound)
     axes.set(xlabel=tokens, ylabel=unit)
     axes.set_title(title, fontsize=10)
     log_axes(axes, sorted({length for curve in curves for length in curve.points}))

@@ -59,8 +59,12 @@ class Results:
         self.notes.append(line)
 
     def of(self, what: str) -> list[dict[str, Any]]:
-        """The lines of one kind that have figures."""
-        return [line for line in self.lines if line["asked"]["what"] == what and "does_not_fit" not in line]
+        """The lines of one kind, of what fits."""
+        return [line for line in self.all_of(what) if "does_not_fit" not in line]
+
+    def all_of(self, what: str) -> list[dict[str, Any]]:
+        """The lines of one kind."""
+        return [line for line in self.lines if line["asked"]["what"] == what]
 
     def write(self, summary: dict[str, Any]) -> None:
         """DIR/NAME.json: everything in one file."""

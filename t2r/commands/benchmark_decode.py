@@ -12,6 +12,7 @@ are timed, or with --whole all. The floor is the bytes of weights and state that
 memory bandwidth that this run has measured. DIR gets decode.jsonl, line by line, decode.json, decode.png, decode.svg.
 """
 
+import math
 from typing import Any
 
 from absl import flags
@@ -37,11 +38,12 @@ def main() -> dict[str, Any]:
 
     from t2r.benchmark import compare, peers
 
-    asked, topology = shared.read(_GIVEN), _GIVEN.topology.value
+    asked, topology, mesh = shared.read(_GIVEN), _GIVEN.topology.value, shared.parse_mesh(_GIVEN.mesh.value)
+    devices = math.prod(mesh.values())
     results = shared.open_results("decode", _GIVEN, topology)
-    machine = compare.machine_of(results, topology)
+    machine = compare.machine_of(results, topology, devices)
     if topology:
-        compare.compile_rows(results, asked, machine, topology, shared.parse_mesh(_GIVEN.mesh.value))
+        compare.compile_rows(results, asked, machine, topology, mesh)
     else:
         for name in asked.rows:
             compare.measure_row(results, asked, name, machine, _how(asked.lengths))
@@ -51,7 +53,7 @@ def main() -> dict[str, Any]:
     summary = compare.summary_of(results, asked, machine)
     for table in compare.tables(results, summary):
         print(table + "\n")
-    where = shared.where(results)
+    where = shared.where(results, devices)
     plots = compare.plot_speed(results, asked, where)
     shared.report(results, _GIVEN)
     results.write({"identity": asked.identity, "bandwidth": machine.bandwidth, **summary})

@@ -9,6 +9,7 @@ memory.png and memory.svg. `program state` is what the compiled step changes in 
 `device peak` is since the process began, so models are measured from the smallest to the largest.
 """
 
+import math
 from typing import Any
 
 from t2r.benchmark import flags as shared
@@ -19,15 +20,16 @@ _GIVEN = shared.define()
 def main() -> dict[str, Any]:
     from t2r.benchmark import compare, memory
 
-    asked, topology = shared.read(_GIVEN), _GIVEN.topology.value
+    asked, topology, mesh = shared.read(_GIVEN), _GIVEN.topology.value, shared.parse_mesh(_GIVEN.mesh.value)
+    devices = math.prod(mesh.values())
     results = shared.open_results("memory", _GIVEN, topology)
     if topology:
-        machine = compare.machine_of(results, topology)
-        compare.compile_rows(results, asked, machine, topology, shared.parse_mesh(_GIVEN.mesh.value))
+        machine = compare.machine_of(results, topology, devices)
+        compare.compile_rows(results, asked, machine, topology, mesh)
     else:
         memory.measure_rows(results, asked)
     print(memory.memory_table(results))
-    plots = memory.plot_memory(results, asked, shared.where(results))
+    plots = memory.plot_memory(results, asked, shared.where(results, devices))
     shared.report(results, _GIVEN)
     summary = memory.summary_of(results)
     results.write({"identity": asked.identity, **summary})
