@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
         asked_for_help = bool(arguments) and arguments[0] in ("help", "--help", "-h")
         if arguments and not asked_for_help:
             print(f"unknown command {arguments[0]!r}", file=sys.stderr)
-        lines = (f"  {name:<18} {_summary(name)}" for name in names)
+        lines = (f"  {name:<20} {_summary(name)}" for name in names)
         print("usage: python -m t2r COMMAND ...  (COMMAND --help says more)\n\n" + "\n".join(lines))
         return 0 if asked_for_help else 2
     command = importlib.import_module(_module(arguments[0]))

@@ -40,6 +40,13 @@ class How(NamedTuple):
     prompt: int = 0
     largest_batch_at: tuple[int, ...] = ()  # lengths
 
+    @property
+    def method(self) -> str:
+        """For the report."""
+        if self.whole:
+            return "whole generations, from the first token"
+        return f"the last {self.steps} steps of each length, in one compiled loop; caches have their whole capacity"
+
 
 def machine_of(results: Results, topology: str | None, devices: int = 1) -> Machine:
     """What floors are computed with: bandwidth as measured, or for TPUs that are not there as their maker states it."""
@@ -220,7 +227,10 @@ def tables(results: Results, summary: dict[str, Any]) -> Iterator[str]:
         yield table(["other libraries", "tokens", "tokens/s"], rows)
     found = summary["crossover"]
     if found:
-        rows = [(name, *("never" if x is None else x for x in pair.values())) for name, pair in found.items()]
+        rows = [
+            (name, "never" if pair["predicted"] is None else pair["predicted"], pair["found"] or "")
+            for name, pair in found.items()
+        ]
         yield table(["overtakes the transformer at", "predicted", "estimated" if estimate else "measured"], rows)
 
 
@@ -250,5 +260,5 @@ def plot_speed(results: Results, asked: Asked, where: str) -> list[str]:
         curves.append(Curve(name, name.replace("_", " "), points))
     if not curves or results.figure() is None:
         return []
-    title = f"Decoding speed, {asked.identity['architecture']}, batch {asked.batch}\n{where}"
-    return save(length_plot(curves, title=title, unit="tokens/s"), results.figure())
+    unit = "tokens/s" + (", the compiler's estimate" if any(line.get("estimate") for line in results.lines) else "")
+    return save(length_plot(curves, title=f"Decoding speed, {asked.title}\n{where}", unit=unit), results.figure())

@@ -25,6 +25,12 @@ class Asked(NamedTuple):
     identity: dict[str, Any]  # of the architecture, in results
 
     @property
+    def title(self) -> str:
+        """The architecture and the batch, for plots."""
+        changed = ", ".join(self.identity["fields"])
+        return f"{self.identity['architecture']}{changed and f' ({changed})'}, batch {self.batch}"
+
+    @property
     def common(self) -> dict[str, Any]:
         """What all measurements have in common."""
         return {"batch": self.batch, "dtype": self.dtype, **self.identity}
@@ -87,9 +93,14 @@ def architecture(given: SimpleNamespace):
     if (given.preset.value is None) == (given.model.value is None):
         raise InputError("name an architecture: --preset=paper_lm, --preset=paper_mt, or --model=DIRECTORY")
     fields = parse_fields(given.field.value)
-    if given.preset.value is not None:
-        return preset(given.preset.value, **fields)
-    return model_dir.load_config(model_dir.resolve(given.model.value)).replace(**fields)
+    try:
+        if given.preset.value is not None:
+            return preset(given.preset.value, **fields)
+        return model_dir.load_config(model_dir.resolve(given.model.value)).replace(**fields)
+    except TypeError as error:  # a word for a number, or a number for a tuple
+        raise InputError(
+            f"--field={' --field='.join(given.field.value)}: a value of another kind is needed ({error})"
+        ) from None
 
 
 def parse_fields(texts: list[str]) -> dict[str, Any]:
@@ -149,7 +160,7 @@ def where(results, devices: int = 1) -> str:
     found = results.environment
     if "topology" in found:
         kind = f"{devices} device{'s' * (devices > 1)} of TPU {found['topology']}"
-        return f"{kind}, estimated by its compiler ({found['compiler']})"
+        return f"{kind}: compiled, not measured ({found['compiler']})"
     return found["device"]
 
 

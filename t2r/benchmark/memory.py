@@ -112,6 +112,6 @@ def plot_memory(results: Results, asked: Asked, where: str) -> list[str]:
     curves = [
         Curve(name, label(name, asked.rows[name]), points, bound=laid_out.get(name)) for name, points in counted.items()
     ]
-    title = f"Attention state, {asked.identity['architecture']}, batch {asked.batch}\n{where}"
+    title = f"Attention state, {asked.title}\n{where}"
     figure = length_plot(curves, title=title, unit="MiB", bound="as the compiled program lays it out")
     return save(figure, results.figure())

@@ -53,10 +53,11 @@ def main() -> dict[str, Any]:
     summary = compare.summary_of(results, asked, machine)
     for table in compare.tables(results, summary):
         print(table + "\n")
-    where = shared.where(results, devices)
-    plots = compare.plot_speed(results, asked, where)
+    method = "one compiled step" if topology else _how(asked.lengths).method
+    print(f"timed: {method}")
+    plots = compare.plot_speed(results, asked, shared.where(results, devices))
     shared.report(results, _GIVEN)
-    results.write({"identity": asked.identity, "bandwidth": machine.bandwidth, **summary})
+    results.write({"identity": asked.identity, "method": method, "bandwidth": machine.bandwidth, **summary})
     return {**summary, "bandwidth": machine.bandwidth, "left_out": len(results.left_out), "plots": plots}
 
 
