@@ -128,7 +128,7 @@ def parse_lengths(texts: list[str]) -> list[int]:
 
 def parse_mesh(text: str) -> dict[str, int]:
     """Sizes of a mesh's axes, all 1 but those that are named."""
-    from t2r.model.layout import AXES
+    from t2r.layout import AXES
 
     sizes = dict.fromkeys(AXES, 1)
     for part in text.split(",") if text else []:
