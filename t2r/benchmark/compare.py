@@ -22,7 +22,7 @@ from t2r.benchmark.floor import (
 from t2r.benchmark.flops import peak
 from t2r.benchmark.plots import Curve, length_plot, save
 from t2r.benchmark.results import Results
-from t2r.benchmark.rows import label, model_of_shapes, random_model
+from t2r.benchmark.rows import ROWS, label, model_of_shapes, random_model
 from t2r.benchmark.topology import compile_step, devices_of
 from t2r.console import say, table
 from t2r.model.transformer import LanguageModel
@@ -70,7 +70,8 @@ def measure_row(results: Results, asked: Asked, name: str, machine: Machine, how
     @functools.cache
     def decoder() -> Decoder:
         say(f"{name}: {shapes.config.layers} layers")
-        return Decoder(random_model(asked.rows[name], asked.dtype), repeat_for=how.seconds)
+        one_kernel = name in ROWS and ROWS[name].one_kernel
+        return Decoder(random_model(asked.rows[name], asked.dtype), repeat_for=how.seconds, one_kernel=one_kernel)
 
     def find(what: str, length: int, measure: Callable[[], dict[str, Any]], **more: Any) -> None:
         results.find({"what": what, "row": name, "length": length, **asked.common, **more}, measure)

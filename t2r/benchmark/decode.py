@@ -17,6 +17,7 @@ from t2r.benchmark.floor import all_bytes
 from t2r.benchmark.rows import normal
 from t2r.benchmark.timing import Times, timed
 from t2r.decode.generate import Generation, scan_steps, start, state_bytes
+from t2r.decode.one_kernel import MOST, available
 from t2r.decode.sampling import Sampling
 from t2r.environment import available_memory
 from t2r.errors import InputError
@@ -64,16 +65,18 @@ def measure(model: LanguageModel, length: int, *, batch: int = 16, repeat_for: f
     return DecodeSpeed(length, batch, times.seconds, times.spread, compile_seconds, size, length)
 
 
-def _compiled(model: LanguageModel, generation: Generation, steps: int) -> tuple[jax.stages.Compiled, Any]:
+def _compiled(
+    model: LanguageModel, generation: Generation, steps: int, *, one_kernel: bool = False
+) -> tuple[jax.stages.Compiled, Any]:
     graph, arrays = nnx.split(model)
-    return scan_steps.lower(graph, arrays, generation, steps, Sampling(), NO_END).compile(), arrays
+    return scan_steps.lower(graph, arrays, generation, steps, Sampling(), NO_END, one_kernel).compile(), arrays
 
 
 class Decoder:
     """A model whose decoding is measured at several lengths; a program that serves several is compiled once."""
 
-    def __init__(self, model: LanguageModel, *, repeat_for: float = 2.0):
-        self.model, self.repeat_for = model, repeat_for
+    def __init__(self, model: LanguageModel, *, repeat_for: float = 2.0, one_kernel: bool = False):
+        self.model, self.repeat_for, self._one_kernel = model, repeat_for, one_kernel
         self.translates = bool(model.config.encoder_layers)
         self._programs: dict[Any, tuple[jax.stages.Compiled, Any, float]] = {}
 
@@ -83,7 +86,10 @@ class Decoder:
         key = steps, *(leaf.shape for leaf in jax.tree.leaves(shapes))
         if key not in self._programs:
             began = time.perf_counter()
-            compiled, arrays = _compiled(self.model, shapes, steps)
+            if self._one_kernel and not available(self.model, batch):
+                limits = f"at most {MOST} texts, by merged T2R in bfloat16, on one GPU"
+                raise InputError(f"the row t2r_one_kernel is for {limits}: leave it out")
+            compiled, arrays = _compiled(self.model, shapes, steps, one_kernel=self._one_kernel)
             self._programs[key] = compiled, arrays, time.perf_counter() - began
         return self._programs[key]
 

@@ -21,11 +21,13 @@ class Row(NamedTuple):
     feature_map: str | None = None  # None: softmax stays
     keep: str = "none"
     merged: bool = False
+    one_kernel: bool = False  # decoded by `t2r.decode.one_kernel`
 
 
 ROWS = {
     "transformer": Row("transformer"),
     "t2r": Row("T2R", "t2r", merged=True),
+    "t2r_one_kernel": Row("T2R, one kernel", "t2r", merged=True, one_kernel=True),
     "t2r_unmerged": Row("T2R, φ not merged", "t2r"),
     "t2r_75": Row("T2R 75%", "t2r", keep="every_4th", merged=True),
     "elu": Row("ELU", "elu"),

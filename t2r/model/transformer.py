@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from t2r.attention import softmax
-from t2r.attention.dropout import dropout
+from t2r.attention.dropout import dropout, relu_and_dropout
 from t2r.attention.module import Heads, LinearAttention, MergedLinearAttention, SoftmaxAttention, State
 from t2r.attention.softmax import KVCache
 from t2r.errors import InputError
@@ -65,9 +65,11 @@ class FeedForward(nnx.Module):
         self.activation, self.dropout = config.activation, config.activation_dropout
 
     def __call__(self, x: Array, key: PRNGKeyArray | None = None) -> Array:
+        if self.activation == "relu" and self.gate is None:
+            return self.down(relu_and_dropout(self.up(x), self.dropout, key))
         activate = ACTIVATIONS[self.activation]
         hidden = activate(self.up(x)) if self.gate is None else activate(self.gate(x)) * self.up(x)
-        return self.down(dropout(hidden, self.dropout, key, 0))
+        return self.down(dropout(hidden, self.dropout, key))
 
 
 class Block(nnx.Module):
