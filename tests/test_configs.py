@@ -77,8 +77,8 @@ FULL_SIZE = [variant for variant in VARIANTS if variant.startswith(("wmt", "wiki
 DISTINCT = list({program_of(variant): variant for variant in FULL_SIZE}.values())
 
 
-# A minute and a half for all of them: by default, one of each kind; `launch/test -m slow` has the others.
-FEW = ("wikitext103.py:transformer", "wikitext103.py:t2r_75", "wmt.py:en_de/t2r", "wmt.py:zh_en/rfa")
+# A minute and a half for all of them: by default, one of each task; `launch/test -m slow` has the others.
+FEW = ("wikitext103.py:t2r_75", "wmt.py:en_de/t2r")
 
 
 @pytest.mark.parametrize(

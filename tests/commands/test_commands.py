@@ -42,24 +42,30 @@ def model(tmp_path_factory):
     return path
 
 
-def test_convert_evaluate_generate_merge(tmp_path, text_file):
+def test_convert_evaluate_generate_merge(tmp_path, text_file, call):
     """The path of the README, on the model that ships: a random one would write half characters."""
+
+    def done(*arguments):
+        status, found = call(*arguments)
+        assert status == 0, found
+        return found
+
     options = ["--model=builtin:tiny_lm", f"--output={tmp_path}/swapped", "--features=8", "--keep=1"]
-    swapped = result(t2r("convert", *options))
+    swapped = done("convert", *options)
     assert swapped["linear_layers"] == [0, 2, 3] and swapped["softmax_layers"] == [1]
-    result(t2r("convert", f"--model={tmp_path}/swapped", f"--output={tmp_path}/merged", "--merge"))
-    scores = result(t2r("evaluate", f"--model={tmp_path}/merged", f"--data=text:{text_file}", "--window=64"))
+    done("convert", f"--model={tmp_path}/swapped", f"--output={tmp_path}/merged", "--merge")
+    scores = done("evaluate", f"--model={tmp_path}/merged", f"--data=text:{text_file}", "--window=64")
     assert {"perplexity", "perplexity_all", "bits_per_byte", "word_perplexity", "tokens"} <= scores.keys()
 
     state = tmp_path / "state"
     options = [f"--model={tmp_path}/merged", "--temperature=0.9", "--seed=3"]
     whole = t2r("generate", *options, "--prompt=The old", "--length=20")
-    first = t2r("generate", *options, "--prompt=The old", "--length=8", f"--save_state={state}")
-    second = t2r("generate", *options, f"--load_state={state}", "--length=12")
-    assert result(first)["text"] + result(second)["text"] == result(whole)["text"]
+    first = done("generate", *options, "--prompt=The old", "--length=8", f"--save_state={state}")
+    second = done("generate", *options, f"--load_state={state}", "--length=12")
+    assert first["text"] + second["text"] == result(whole)["text"]
     assert result(whole)["tokens_per_second"] > 0
     assert whole.stdout.startswith("The old" + result(whole)["text"]), "the text is streamed"
-    both = result(t2r("generate", *options, "--prompt=The", "--prompt=A lazy fox", "--length=5"))
+    both = done("generate", *options, "--prompt=The", "--prompt=A lazy fox", "--length=5")
     assert len(both["text"]) == 2
 
 
@@ -119,13 +125,12 @@ def test_convert_translate_evaluate(translator, tmp_path):
 def test_the_quickstart_runs_from_end_to_end(tmp_path):
     """On a text it has not seen, with few steps and short lengths; the page has everything inside."""
     text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(load_documents("builtin:pydoc", "test")))
-    options = [f"--workdir={tmp_path}/run", f"--data=text:{text}", "--steps=4", "--lengths=8,16", "--batch=2"]
-    run = t2r("quickstart", *options, xla_flags="")
+    text.write_text("\n\n".join(load_documents("builtin:pydoc", "test"))[:60_000])
+    options = [f"--workdir={tmp_path}/run", f"--data=text:{text}", "--steps=4", "--lengths=8", "--batch=2"]
+    run = t2r("quickstart", *options)
     found = result(run)
     assert found["transformer_perplexity"] < found["t2r_perplexity"] < found["swapped_perplexity"]
-    assert found["speedup"].keys() == {"8", "16"} == found["state_bytes"].keys()
-    assert len(set(found["state_bytes"].values())) == 1
+    assert found["speedup"].keys() == {"8"} == found["state_bytes"].keys()
     page = Path(found["report"]).read_text()
     assert page.count("<svg") == 2 and "<table>" in page
     assert not any(outside in page for outside in ("<script src", "<link", 'src="http', "@import"))

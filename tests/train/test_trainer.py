@@ -200,16 +200,21 @@ def truncate(folder):
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def test_a_run_goes_on_with_more_steps_but_not_with_another_config(config_file, tmp_path):
+def test_a_run_goes_on_with_more_steps_but_not_with_another_config(config_file, tmp_path, capsys):
     workdir = tmp_path / "run"
-    assert train(config_file, workdir, "--config.data.batch=4000").returncode == 2
-    first = train(config_file, workdir, "--config.steps=4")  # a mistake that was mended is no other run
-    assert first.returncode == 0, first.stderr
-    more = train(config_file, workdir, "--config.steps=6")
-    assert more.returncode == 0 and "continuing at step 4 of 6" in more.stderr
-    assert json.loads(more.stdout.splitlines()[-1])["steps"] == 6
-    other = train(config_file, workdir, "--config.seed=7", "--config.accumulate=1")
-    assert other.returncode == 2 and "config.seed was 0, is 7" in other.stderr and "config.accumulate" in other.stderr
+
+    def run(**fields):
+        config = load_config(str(config_file))
+        config.update(fields)
+        config.mesh.data = 1
+        return trainer.train(config, workdir)
+
+    with pytest.raises(InputError, match="fewer than"):
+        run(data=dict(batch=4000))
+    run(steps=4)  # a mistake that was mended is no other run
+    assert run(steps=6)["steps"] == 6 and "continuing at step 4 of 6" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"config.seed was 0, is 7(.|\n)*config.accumulate was"):
+        run(seed=7, accumulate=1)
     provenance = json.loads((workdir / "model" / "provenance.json").read_text())
     assert [entry["action"] for entry in provenance["history"]] == ["swap", "train"]
     assert list((workdir / "tensorboard").glob("events*"))
