@@ -30,7 +30,7 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of
 def main() -> dict[str, Any]:
     from t2r.console import say
     from t2r.convert import model_dir
-    from t2r.data.tokenizer import stops_of
+    from t2r.data.tokenizer import opened, stops_of
     from t2r.decode.generate import go_on, read, start, until
     from t2r.decode.sampling import Sampling
     from t2r.decode.state_file import load_generation, save_generation
@@ -48,9 +48,7 @@ def main() -> dict[str, Any]:
             )
         generation = read(model, generation, encoded) if encoded else generation
     else:
-        # A text begins after the end of another: that is what an empty prompt means, and some models always see it.
-        texts = [[tokenizer.end, *ids] if tokenizer.begins or not ids else ids for ids in encoded or [[]]]
-        generation = start(model, texts, _LENGTH.value, seed=_SEED.value)
+        generation = start(model, [opened(tokenizer, ids) for ids in encoded or [[]]], _LENGTH.value, seed=_SEED.value)
 
     streaming = len(generation.done) == 1
     ends = stops_of(tokenizer)

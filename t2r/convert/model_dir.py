@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +12,7 @@ import numpy as np
 from t2r.convert import tensors
 from t2r.data.tokenizer import Tokenizer, TokenizerPair, load_pair, load_tokenizer
 from t2r.errors import InputError, raise_all
+from t2r.files import written_whole
 from t2r.model.config import RUNTIME_FIELDS, ModelConfig, from_dict
 from t2r.model.parameters import abstract_model, arrays_of, with_arrays
 from t2r.model.transformer import LanguageModel
@@ -45,19 +44,12 @@ def save(path: Path, content: Model, *, replace: bool = False, dtype: str = "flo
     """Writes the directory whole or not at all. One that exists is an error, or replaced once the new one is ready."""
     if path.exists() and not replace:
         raise InputError(f"{path} exists already: choose another output or remove it")
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
     config = {"format": FORMAT, "family": _family(content.model.config), **content.model.config.to_dict()}
-    (unfinished / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    tensors.write(unfinished / "model.safetensors", arrays_of(content.model), dtype)
-    content.tokenizer.save(unfinished)
-    (unfinished / "provenance.json").write_text(json.dumps(content.provenance, indent=1) + "\n")
-    old = path.with_name(f"{path.name}.{os.getpid()}.old")
-    if path.exists():
-        path.rename(old)
-    unfinished.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
+    with written_whole(path, replace=replace) as folder:
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        tensors.write(folder / "model.safetensors", arrays_of(content.model), dtype)
+        content.tokenizer.save(folder)
+        (folder / "provenance.json").write_text(json.dumps(content.provenance, indent=1) + "\n")
 
 
 def load(path: str | Path, **runtime: Any) -> Model:

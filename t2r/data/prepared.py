@@ -4,8 +4,6 @@ One process makes it, whole or not at all. Ids are then mapped into memory, so t
 examples it needs.
 """
 
-import os
-import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +17,7 @@ from t2r.data.buckets import EncodedPairs
 from t2r.data.pairs import load_pairs
 from t2r.data.sources import load_documents, parts_of
 from t2r.data.tokenizer import Tokenizer, TokenizerPair, load_tokenizer, train_tokenizer
+from t2r.files import written_whole
 
 # Pairs that a tokenizer is learned from, at most: evenly spaced among all.
 TOKENIZER_PAIRS = 2_000_000
@@ -33,13 +32,9 @@ def once(workdir: Path, name: str, request: str, fill: Callable[[Path], None]) -
 
 def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
     """Fills a folder, unless it is there: whole or not at all."""
-    if folder.exists():
-        return
-    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    fill(unfinished)
-    unfinished.rename(folder)
+    if not folder.exists():
+        with written_whole(folder) as unfinished:
+            fill(unfinished)
 
 
 def prepare_tokenizer(workdir: Path, spec: str, split: str, kind: str, vocab_size: int) -> Tokenizer:

@@ -295,6 +295,12 @@ def stops_of(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(dict.fromkeys((tokenizer.stop, *getattr(tokenizer, "other_stops", ()), *begins)))
 
 
+def opened(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """A prompt as a model reads it. Texts begin after the end of another: that is what an empty prompt means, and some
+    models always see it."""
+    return [tokenizer.end, *ids] if tokenizer.begins or not ids else ids
+
+
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer that lies in a folder, whichever kind it is."""
     for kind in KINDS:

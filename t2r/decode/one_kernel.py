@@ -250,7 +250,7 @@ class Part(NamedTuple):
 
 def _slice(rows: int) -> tuple[Array, int]:
     """This program's rows of a matrix: from where, and how many. Programs beyond the last have none of their own."""
-    count = max(LEAST, rows // PROGRAMS)
+    count = max(LEAST, 1 << ((rows - 1) // PROGRAMS).bit_length())  # a power of two
     return (pl.program_id(0) % (rows // count)) * count, count
 
 
@@ -328,14 +328,12 @@ def _attend(shape: Shape, weights: Packed, passed: Passed, keep: Any, layer: Arr
 
     all_heads, program = shape.batch * shape.heads, pl.program_id(0)
     pl.when(program < all_heads)(lambda: one(program, *state))
+    for first in range(PROGRAMS, all_heads, PROGRAMS):  # more heads than programs
 
-    def more(turn, _):
-        number = program + turn * PROGRAMS
-        text, head = _place(shape, number)
-        one(number, passed.S[layer, text, head, :, :], passed.z[layer, text, head, :])
-        return _
-
-    jax.lax.fori_loop(1, all_heads // PROGRAMS, more, 0)
+        @pl.when(first + program < all_heads)
+        def _(number=first + program):
+            text, head = _place(shape, number)
+            one(number, passed.S[layer, text, head, :, :], passed.z[layer, text, head, :])
 
 
 def _mix(shape: Shape, weights: Packed, passed: Passed, keep: Any, layer: Array, rows: tuple) -> None:

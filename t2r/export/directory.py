@@ -1,10 +1,6 @@
 """An exported model is a directory: arrays, StableHLO, the tokenizer, and pages that say what they are."""
 
-import contextlib
 import json
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ from t2r.data.tokenizer import Tokenizer, TokenizerPair, stops_of
 from t2r.errors import InputError
 from t2r.export import readme
 from t2r.export.functions import PLATFORMS, Function, Sizes, longest, lower
+from t2r.files import written_whole
 from t2r.model.loss import PADDING
 from t2r.model.parameters import arrays_of
 
@@ -34,7 +31,8 @@ def check_free(path: Path) -> None:
 def save(path: Path, content: Model, sizes: Sizes = Sizes()) -> dict[str, Any]:
     """Writes the directory whole or not at all, and returns what its export.json says."""
     model, tokenizer, _ = content
-    with _written_whole(path) as folder:
+    check_free(path)
+    with written_whole(path) as folder:
         functions = lower(model.config, sizes)
         about = describe(content, functions, sizes)
         for name, function in functions.items():
@@ -46,22 +44,6 @@ def save(path: Path, content: Model, sizes: Sizes = Sizes()) -> dict[str, Any]:
         (folder / "README.md").write_text(readme.write(path.name, model.config, functions, about), "utf-8")
         (folder / "example.py").write_text(example(tokenizer), "utf-8")
     return about
-
-
-@contextlib.contextmanager
-def _written_whole(path: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name when all is written."""
-    check_free(path)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    try:
-        unfinished.mkdir(parents=True)
-    except OSError as error:
-        raise InputError(f"cannot write --output={path}: {error.strerror}") from None
-    try:
-        yield unfinished
-        unfinished.rename(path)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def describe(content: Model, functions: dict[str, Function], sizes: Sizes) -> dict[str, Any]:

@@ -4,6 +4,7 @@ A language model writes whole texts, from prompts or from nothing; a translation
 corpus, whose own targets are not read. What is written is kept in the work directory, in parts as they get ready.
 """
 
+import functools
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,27 +19,25 @@ from t2r.data.buckets import EncodedPairs
 from t2r.data.pairs import load_pairs
 from t2r.data.prepared import fill_once, once, read_ids, stamps_of, write_ids
 from t2r.data.sources import read_text
-from t2r.data.tokenizer import Tokenizer, TokenizerPair, stops_of
+from t2r.data.tokenizer import Tokenizer, TokenizerPair, opened, stops_of
 from t2r.decode.beam import default_limit
 from t2r.decode.generate import go_on, start, start_translation
 from t2r.decode.sampling import Sampling
 from t2r.decode.translator import pad
-from t2r.model.transformer import LanguageModel, check_length
+from t2r.model.transformer import LanguageModel
 
 Rows = list[list[int]]
-SHOWN = 100  # texts that are kept to be read by people
+SHOWN = 200  # texts, or sources and targets, that are kept to be read by people
 
 
 def written_tokens(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """All ids of the teacher's texts, and where each text ends."""
     plan = config.teacher
     prompts = [line for line in read_text(Path(plan.prompts)).splitlines() if line.strip()] if plan.prompts else [""]
-    begins = [tokenizer.encode(prompt) for prompt in prompts]
-    begins = [[tokenizer.end, *ids] if tokenizer.begins or not ids else ids for ids in begins]
+    begins = [opened(tokenizer, tokenizer.encode(prompt)) for prompt in prompts]
     closing = tokenizer.encode_document("")
 
     def write(model: LanguageModel, first: int, count: int) -> Rows:
-        check_length(model.config, max(map(len, begins)) + plan.length)
         rows = [begins[number % len(begins)] for number in range(first, first + count)]
         generation = start(model, rows, plan.length, seed=_seed(config, first))
         _, found = go_on(model, generation, plan.length, end=stops_of(tokenizer), sampling=_sampling(config))
@@ -48,9 +47,6 @@ def written_tokens(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> t
             # A text that did not come to its end has none; the next one begins all the same.
             texts.append([*said, *(closing if len(ids) < plan.length else closing[-1:])])
         return texts
-
-    def check(model: LanguageModel) -> None:
-        check_length(model.config, max(map(len, begins)) + plan.length)
 
     def show(rows: Rows) -> list[str]:
         return [tokenizer.decode(row[: -len(closing)]) for row in rows]
@@ -102,8 +98,8 @@ def _written(
         rows = _in_parts(parts, texts, config.teacher.batch, lambda first, count: write(model, first, count))
         write_ids(folder / "texts", ([row] for row in rows))
         ids, ends = read_ids(folder / "texts")
-        first = [row.tolist() for row in np.split(ids[: ends[: 2 * SHOWN][-1]], ends[: 2 * SHOWN][:-1])]
-        (folder / "sample.txt").write_text("\n\n".join(show(first)) + "\n", "utf-8")
+        first = np.split(ids, ends[:SHOWN])[:-1]
+        (folder / "sample.txt").write_text("\n\n".join(show([row.tolist() for row in first])) + "\n", "utf-8")
         shutil.rmtree(parts)
 
     return once(workdir, "teacher", request, fill)
@@ -114,9 +110,9 @@ def _in_parts(folder: Path, texts: int, batch: int, write: Callable[[int, int], 
     with Progress("teacher", texts) as progress:
         for first in range(0, texts, batch):
             count = min(batch, texts - first)
-            fill = lambda part, first=first, count=count: write_ids(part / "texts", ([x] for x in write(first, count)))  # noqa: E731
-            fill_once(folder / f"{first}", fill)
-            ids, ends = read_ids(folder / f"{first}" / "texts")
+            part, rows = folder / f"{first}", functools.partial(write, first, count)
+            fill_once(part, lambda unfinished, rows=rows: write_ids(unfinished / "texts", ([row] for row in rows())))
+            ids, ends = read_ids(part / "texts")
             yield from np.split(ids, ends[:-1])
             progress.advance(count)
 
