@@ -7,6 +7,7 @@ is padding: it then enters neither S nor z. Each form returns the output (b, n, 
 type, and the state after the last key, in float32.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -47,8 +48,15 @@ def update(state: LinearState, k: Features, v: Array, mask: Bool[Array, "b m"] |
         values = values.astype(jnp.float32) * jnp.exp(k.log_scale - log_scale[:, None])[..., None]
         shrink = jnp.exp(state.log_scale - log_scale)
         S, z = S * shrink[..., None, None], z * shrink[..., None]
-    S = S + jnp.einsum("bmgk,bmgd->bgkd", values, v, preferred_element_type=jnp.float32)
-    return LinearState(S, z + values.sum(1, dtype=jnp.float32), log_scale)
+    return LinearState(S + _outer_products(values, v), z + values.sum(1, dtype=jnp.float32), log_scale)
+
+
+def _outer_products(values: Float[Array, "b m g k"], v: Float[Array, "b m g d"]) -> Float[Array, "b g k d"]:
+    """Σ k vᵀ over all keys, in float32."""
+    product = functools.partial(jnp.einsum, "bmgk,bmgd->bgkd", preferred_element_type=jnp.float32)
+    widened = lambda *arrays: product(*(x.astype(jnp.float32) for x in arrays))  # noqa: E731
+    # XLA for CPUs compiles such a product of bfloat16 in any layout, but cannot run it in some.
+    return jax.lax.platform_dependent(values, v, cpu=widened, default=product)
 
 
 def read(state: LinearState, q: Features, normalizer: Normalizer, dtype=None) -> Float[Array, "b n g r d"]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from t2r.attention.causal import drop_weights, query_blocks
 from t2r.attention.kernels import pairs
-from t2r.attention.kernels.blocks import platform_of
+from t2r.attention.kernels.blocks import padded, platform_of
 
 NEGATIVE = -1e30  # finite, so that a query that may see nothing (padding) gives no NaN
 
@@ -121,8 +121,9 @@ def has_flash_attention(q: Array) -> bool:
 def _flash_attention(q: Array, k: Array, v: Array, scale: float) -> Float[Array, "b n g r d"]:
     batch, n, groups, per_group, size = q.shape
     flat = q.reshape(batch, n, groups * per_group, size)
-    out = jax.nn.dot_product_attention(flat, k, v, scale=scale, is_causal=True, implementation="cudnn")
-    return out.reshape(q.shape)
+    even = [padded(x, n + n % 2) for x in (flat, k, v)]  # its backward pass takes no other lengths
+    out = jax.nn.dot_product_attention(*even, scale=scale, is_causal=True, implementation="cudnn")
+    return out[:, :n].reshape(q.shape)
 
 
 def causal_mask(length: int, mask: Bool[Array, "b m"] | None = None, window: int = 0) -> Bool[Array, "#b n m"]:

@@ -66,3 +66,19 @@ def test_causal_attention_in_blocks_is_causal_attention(length):
     heads = softmax.heads_first
     expected = softmax.attend(q, heads(k), heads(v), softmax.causal_mask(length, mask), 0.5)
     assert error(softmax.causal_attend(q, k, v, 0.5, mask=mask), expected) < 1e-6
+
+
+@pytest.mark.parametrize("length", [6, 7])
+def test_cudnn_is_given_even_lengths(length, monkeypatch):
+    """Of which alone it has a backward pass; XLA stands in for it, as it runs on GPUs only."""
+    q, k, v = (jax.random.normal(jax.random.key(seed), (2, length, 2, 4)) for seed in range(3))
+    expected = softmax.causal_attend(q[:, :, :, None], k, v, 0.5)
+    plain, lengths = jax.nn.dot_product_attention, []
+
+    def instead(q, k, v, *, implementation, **options):
+        lengths.extend([implementation, q.shape[1] % 2, k.shape[1] % 2])
+        return plain(q, k, v, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
+    assert error(softmax._flash_attention(q[:, :, :, None], k, v, 0.5), expected) < 1e-6
+    assert lengths == ["cudnn", 0, 0]
