@@ -16,8 +16,8 @@ from t2r.attention.softmax import KVCache
 from t2r.benchmark.floor import all_bytes
 from t2r.benchmark.rows import normal
 from t2r.benchmark.timing import Times, timed
+from t2r.decode.fused import MOST, available
 from t2r.decode.generate import Generation, scan_steps, start, state_bytes
-from t2r.decode.one_kernel import MOST, available
 from t2r.decode.sampling import Sampling
 from t2r.environment import available_memory
 from t2r.errors import InputError
@@ -66,17 +66,17 @@ def measure(model: LanguageModel, length: int, *, batch: int = 16, repeat_for: f
 
 
 def _compiled(
-    model: LanguageModel, generation: Generation, steps: int, *, one_kernel: bool = False
+    model: LanguageModel, generation: Generation, steps: int, *, fused: bool = False
 ) -> tuple[jax.stages.Compiled, Any]:
     graph, arrays = nnx.split(model)
-    return scan_steps.lower(graph, arrays, generation, steps, Sampling(), NO_END, one_kernel).compile(), arrays
+    return scan_steps.lower(graph, arrays, generation, steps, Sampling(), NO_END, fused).compile(), arrays
 
 
 class Decoder:
     """A model whose decoding is measured at several lengths; a program that serves several is compiled once."""
 
-    def __init__(self, model: LanguageModel, *, repeat_for: float = 2.0, one_kernel: bool = False):
-        self.model, self.repeat_for, self._one_kernel = model, repeat_for, one_kernel
+    def __init__(self, model: LanguageModel, *, repeat_for: float = 2.0, fused: bool = False):
+        self.model, self.repeat_for, self._fused = model, repeat_for, fused
         self.translates = bool(model.config.encoder_layers)
         self._programs: dict[Any, tuple[jax.stages.Compiled, Any, float]] = {}
 
@@ -86,10 +86,10 @@ class Decoder:
         key = steps, *(leaf.shape for leaf in jax.tree.leaves(shapes))
         if key not in self._programs:
             began = time.perf_counter()
-            if self._one_kernel and not available(self.model, batch):
-                limits = f"at most {MOST} texts, by merged T2R in bfloat16, on one GPU"
-                raise InputError(f"the row t2r_one_kernel is for {limits}: leave it out")
-            compiled, arrays = _compiled(self.model, shapes, steps, one_kernel=self._one_kernel)
+            if self._fused and not available(self.model, batch):
+                limits = f"at most {MOST} texts, by pre-norm language models in bfloat16, on one GPU"
+                raise InputError(f"fused rows are for {limits}: leave them out")
+            compiled, arrays = _compiled(self.model, shapes, steps, fused=self._fused)
             self._programs[key] = compiled, arrays, time.perf_counter() - began
         return self._programs[key]
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from t2r.attention.module import State
-from t2r.decode.one_kernel import OneKernel
+from t2r.decode.fused import FusedModel
 from t2r.decode.sampling import Sampling, choose
 from t2r.environment import available_memory
 from t2r.errors import InputError
@@ -98,12 +98,16 @@ def _prefill(graph, arrays, state: DecodeState, tokens: Array, mask: Array) -> D
     return nnx.merge(graph, arrays)(tokens, state=state, mask=mask)[1]
 
 
-def step(model: LanguageModel | OneKernel, generation: Generation, sampling: Sampling, end: Ends) -> Generation:
+def step(model: LanguageModel | FusedModel, generation: Generation, sampling: Sampling, end: Ends) -> Generation:
     """One more token for each text; texts that are done repeat their end, and their state stays."""
     ends = ends_of(end)
     hidden, state = model(generation.last[:, None], state=generation.state, mask=~generation.done[:, None])
-    key, draw = jax.random.split(jax.random.wrap_key_data(generation.key))
-    token = choose(model.log_probs(hidden[:, -1]), sampling, draw)
+    key = jax.random.wrap_key_data(generation.key)
+    if sampling.temperature:
+        key, draw = jax.random.split(key)
+        token = choose(model.scores(hidden[:, -1]), sampling, draw)
+    else:
+        token = model.likeliest(hidden[:, -1])
     token = jnp.where(generation.done, ends[0], token)
     ended = functools.reduce(jnp.logical_or, [token == one for one in ends])
     return Generation(state, token, generation.done | ended, jax.random.key_data(key))
@@ -111,22 +115,17 @@ def step(model: LanguageModel | OneKernel, generation: Generation, sampling: Sam
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5, 6), donate_argnums=2)
 def scan_steps(
-    graph, arrays, generation: Generation, count: int, sampling: Sampling, end: Ends, one_kernel: bool = False
+    graph, arrays, generation: Generation, count: int, sampling: Sampling, end: Ends, fused: bool = False
 ) -> tuple[Generation, Int[Array, "count b"]]:
-    """`count` steps in one compiled loop; `one_kernel` for models and devices of which that is `available`."""
-    model, texts = nnx.merge(graph, arrays), len(generation.done)
-    fast = OneKernel(model, texts) if one_kernel else None
-    if fast is not None:
-        generation = generation._replace(state=fast.stacked(generation.state))
+    """`count` steps in one compiled loop; `fused` for models and devices of which that is `available`."""
+    model = nnx.merge(graph, arrays)
+    model = FusedModel(model) if fused else model
 
     def one(generation, _):
-        generation = step(fast or model, generation, sampling, end)
+        generation = step(model, generation, sampling, end)
         return generation, generation.last
 
-    generation, tokens = jax.lax.scan(one, generation, length=count)
-    if fast is not None:
-        generation = generation._replace(state=fast.unstacked(generation.state))
-    return generation, tokens
+    return jax.lax.scan(one, generation, length=count)
 
 
 def go_on(

@@ -28,11 +28,11 @@ class Sampling:
         raise_all("sampling:", problems)
 
 
-def choose(log_probs: Float[Array, "b vocab"], sampling: Sampling, key: PRNGKeyArray) -> Int[Array, "b"]:
-    """A token for each row."""
+def choose(scores: Float[Array, "b vocab"], sampling: Sampling, key: PRNGKeyArray) -> Int[Array, "b"]:
+    """A token for each row, whose softmax is what it is drawn from."""
     if sampling.temperature == 0:
-        return jnp.argmax(log_probs, -1).astype(jnp.int32)
-    logits = log_probs / sampling.temperature
+        return jnp.argmax(scores, -1).astype(jnp.int32)
+    logits = scores / sampling.temperature
     if sampling.top_k:
         least = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0][:, -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)

@@ -42,4 +42,4 @@ def _logits(graph: nnx.GraphDef, state: nnx.State, ids: list[Array], mask: Array
         hidden, _ = model(ids[0], mask=mask)
     else:
         hidden, _ = model(ids[1], source=model.remember(ids[0], mask))
-    return model.embedding.logits(hidden).astype(jnp.float32)
+    return model.embedding.scores(hidden).astype(jnp.float32)

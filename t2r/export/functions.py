@@ -101,7 +101,7 @@ def step(
     names = [name for name, _ in named(jax.tree.unflatten(structure, [0] * structure.num_leaves))]
     hidden, after = model(token[:, None], state=jax.tree.unflatten(structure, [state[name] for name in names]))
     # An adaptive softmax has no logits; log-probabilities serve for them.
-    logits = (model.log_probs if config.adaptive_cutoffs else model.embedding.logits)(hidden[:, 0])
+    logits = model.scores(hidden[:, 0])
     if most is not None:  # beyond it the last slot of caches, or the last position, would be used again
         logits = jnp.where((state["position"] < most)[:, None], logits, jnp.nan)
     return logits, dict(named(after))

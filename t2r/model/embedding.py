@@ -30,16 +30,16 @@ class PlainEmbedding(nnx.Module):
         # Rows are looked up in whole tables: from one divided by width they would have to be moved afterwards.
         return constrain(self.table[...], ("vocabulary", None))[tokens].astype(self.dtype)
 
-    def _output(self) -> Array:
+    def output_table(self) -> Array:
         return (self.table if self.tied else self.output)[...]
 
     def log_probs(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
         """Logarithms of the probabilities of all tokens, in float32."""
-        return jax.nn.log_softmax(self.logits(x))
+        return jax.nn.log_softmax(self.scores(x))
 
-    def logits(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
+    def scores(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
         """What probabilities are the softmax of, in float32."""
-        table = self._output().astype(x.dtype)
+        table = self.output_table().astype(x.dtype)
         logits = jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)
         return logits if self.bias is None else logits + self.bias[...]
 
@@ -51,7 +51,7 @@ class PlainEmbedding(nnx.Module):
         smoothing: float = 0.0,
     ) -> Float[Array, "b n"]:
         """Negative log-likelihood of each target, of which `smoothing` is spread evenly over the vocabulary."""
-        table = constrain(self._output(), ("vocabulary", None))
+        table = constrain(self.output_table(), ("vocabulary", None))
         if self.bias is not None:  # a column of the table, of which every token has one
             table = jnp.concatenate([table, self.bias[...][:, None]], 1)
             x = jnp.concatenate([x, jnp.ones_like(x[..., :1])], -1)
@@ -110,6 +110,10 @@ class AdaptiveEmbedding(nnx.Module):
             within = log_softmax(self._hidden(band, x, None), self.tables[band][...])
             bands.append(head[..., first + band - 1, None] + within)
         return jnp.concatenate(bands, -1)
+
+    def scores(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
+        """What probabilities are the softmax of: bands are only comparable as probabilities."""
+        return self.log_probs(x)
 
     def loss(
         self,

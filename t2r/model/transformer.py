@@ -280,6 +280,14 @@ class LanguageModel(nnx.Module):
         """Logarithms of the next token's probabilities."""
         return self.embedding.log_probs(hidden)
 
+    def scores(self, hidden: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
+        """What these probabilities are the softmax of, computed as cheaply as possible."""
+        return self.embedding.scores(hidden)
+
+    def likeliest(self, hidden: Float[Array, "*b width"]) -> Int[Array, "*b"]:
+        """The next token of greedy search."""
+        return jnp.argmax(self.scores(hidden), -1).astype(jnp.int32)
+
     def losses(
         self,
         tokens: Int[Array, "b n"],

@@ -99,7 +99,9 @@ def test_kernels_are_divided_by_sequences_and_heads():
 def imagined_gpu():
     """What newer versions of JAX must know to lower kernels where there is no GPU."""
     gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("data",), abstract_device=gpu))
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((1,), ("data",), axis_types=auto, abstract_device=gpu)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

@@ -59,8 +59,7 @@ def logits_of(model):
     """The logits of whole rows (2, 8), and for translation of their sources."""
 
     def logits(tokens, source):
-        score = model.log_probs if model.config.adaptive_cutoffs else model.embedding.logits
-        return score(model(tokens, source=None if source is None else remember(model, source))[0])
+        return model.scores(model(tokens, source=None if source is None else remember(model, source))[0])
 
     compiled = jax.jit(logits)
     return lambda tokens, source=None: np.asarray(compiled(tokens, source))

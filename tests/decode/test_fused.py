@@ -1,0 +1,95 @@
+"""The kernels of a decoding step, interpreted, against the model's own step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t2r.decode import fused
+from t2r.model.config import AttentionSpec
+from t2r.model.parameters import abstract_model
+from tests.attention.test_kernels import imagined_gpu
+from tests.conftest import error, make_model, micro, random_tokens
+
+SOFTMAX, MERGED = AttentionSpec(), AttentionSpec("merged", "t2r", 16)
+KINDS = {"t2r": (MERGED,), "softmax": (SOFTMAX,), "both": (MERGED, SOFTMAX)}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Matrices so small that they are one warp's, but a feed-forward's inputs are several parts."""
+    monkeypatch.setattr(fused, "WARPS", 1)
+    monkeypatch.setattr(fused, "COLUMNS", 32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("texts", [3, 17])
+def test_it_is_the_models_step(kind, texts):
+    """For batches that do not fill the blocks, one text of which has ended."""
+    fields = dict(final_norm=texts == 3, adaptive_cutoffs=())
+    model = make_model(micro(attention=KINDS[kind], projection_bias=False, **fields))
+    tokens, going = random_tokens(texts, 5), jnp.arange(texts)[:, None] != 1
+    _, state = model(tokens, state=model.init_state(texts, 8))
+    fast = fused.FusedModel(model, interpret=True)
+
+    @jax.jit
+    def both(state):
+        return [one(tokens[:, :1], state=state, mask=going) for one in (model, fast)]
+
+    plain, kernels = both(state)
+    alive = np.flatnonzero(going)  # what comes of a text that has ended is nobody's concern, but its state is
+    assert error(kernels[0][alive], plain[0][alive]) < 1e-5
+    assert error(kernels[1], plain[1]) < 1e-5
+    hidden = plain[0][:, 0]
+    assert fast.likeliest(hidden).tolist() == model.likeliest(hidden).tolist()
+
+
+def test_it_is_for_plain_language_models_alone():
+    assert all(fused.suits(abstract_model(micro(attention=kinds))) for kinds in KINDS.values())
+    for fields in (
+        dict(gated=True), dict(norm_placement="after"), dict(norm="rms"), dict(activation="gelu"),
+        dict(attention=(AttentionSpec("linear", "t2r", 16),)), dict(attention=(MERGED,), kv_heads=1),
+    ):  # fmt: skip
+        assert not fused.suits(abstract_model(micro(**{"attention": (MERGED,), **fields}))), fields
+
+
+def test_of_words_equally_likely_the_first_is_chosen():
+    words = jnp.zeros((96, 32)).at[jnp.array([7, 40, 90])].set(1.0)  # in several tiles
+    packed = fused.pack(words, jnp.zeros(96).at[:4].set(-jnp.inf), jnp.float32)
+    x = jnp.array([[1.0], [-1.0]]) * jnp.ones((2, 32))
+    assert fused.likeliest(fused.Factors.of(x).numbers, packed, interpret=True)[:2].tolist() == [7, 4]
+
+
+def test_factors_stand_where_their_index_says():
+    x = jax.random.normal(jax.random.key(0), (17, 64))
+    factors = fused.Factors.of(x)
+    assert jnp.array_equal(factors.rows(17), x)
+    where = fused._index(jnp.arange(16)[:, None], jnp.arange(64)[None, :], 64)
+    assert jnp.array_equal(factors.numbers[0][where], x[:16])
+
+
+def test_a_matrix_comes_back_from_its_tiles():
+    rows = jax.random.normal(jax.random.key(0), (48, 64))
+    packed = fused.pack(rows, jnp.zeros(48), jnp.float32)
+    assert packed.tiles.shape == (6, 2, 8 * 32) and packed.columns == 32
+    parts = [[fused._unpack(part, 32)[0] for part in tile] for tile in packed.tiles]
+    assert jnp.array_equal(jnp.block(parts), rows)
+
+
+def test_the_papers_model_lowers_for_gpus(monkeypatch):
+    """Five kernels for each layer, and one for the words, in bfloat16."""
+    monkeypatch.undo()
+    sizes = dict(width=1024, heads=8, feedforward=4096, adaptive_cutoffs=())
+    config = micro(attention=(MERGED, SOFTMAX), dtype="bfloat16", **sizes)
+    model = make_model(config)
+    state = model.init_state(16, 64)
+    tokens, going = jnp.zeros((16, 1), jnp.int32), jnp.ones((16, 1), bool)
+
+    def step(state):
+        fast = fused.FusedModel(model)
+        hidden, state = fast(tokens, state=state, mask=going)
+        return fast.likeliest(hidden[:, 0]), state
+
+    with imagined_gpu():
+        text = jax.jit(step).trace(state).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("xla.gpu.triton") == 5 + 4 + 1
