@@ -16,8 +16,7 @@ from t2r.attention.softmax import KVCache
 from t2r.benchmark.floor import all_bytes
 from t2r.benchmark.rows import normal
 from t2r.benchmark.timing import Times, timed
-from t2r.decode.fused import MOST, available
-from t2r.decode.generate import Generation, scan_steps, start, state_bytes
+from t2r.decode.generate import FAST, Generation, scan_steps, start, state_bytes
 from t2r.decode.sampling import Sampling
 from t2r.environment import available_memory
 from t2r.errors import InputError
@@ -66,17 +65,17 @@ def measure(model: LanguageModel, length: int, *, batch: int = 16, repeat_for: f
 
 
 def _compiled(
-    model: LanguageModel, generation: Generation, steps: int, *, fused: bool = False
+    model: LanguageModel, generation: Generation, steps: int, *, fast: str = ""
 ) -> tuple[jax.stages.Compiled, Any]:
     graph, arrays = nnx.split(model)
-    return scan_steps.lower(graph, arrays, generation, steps, Sampling(), NO_END, fused).compile(), arrays
+    return scan_steps.lower(graph, arrays, generation, steps, Sampling(), NO_END, fast).compile(), arrays
 
 
 class Decoder:
     """A model whose decoding is measured at several lengths; a program that serves several is compiled once."""
 
-    def __init__(self, model: LanguageModel, *, repeat_for: float = 2.0, fused: bool = False):
-        self.model, self.repeat_for, self._fused = model, repeat_for, fused
+    def __init__(self, model: LanguageModel, *, repeat_for: float = 2.0, fast: str = ""):
+        self.model, self.repeat_for, self._fast = model, repeat_for, fast
         self.translates = bool(model.config.encoder_layers)
         self._programs: dict[Any, tuple[jax.stages.Compiled, Any, float]] = {}
 
@@ -86,10 +85,10 @@ class Decoder:
         key = steps, *(leaf.shape for leaf in jax.tree.leaves(shapes))
         if key not in self._programs:
             began = time.perf_counter()
-            if self._fused and not available(self.model, batch):
-                limits = f"at most {MOST} texts, by pre-norm language models in bfloat16, on one GPU"
-                raise InputError(f"fused rows are for {limits}: leave them out")
-            compiled, arrays = _compiled(self.model, shapes, steps, fused=self._fused)
+            if self._fast and not FAST[self._fast].available(self.model, batch):
+                limits = "few texts, by pre-norm language models in bfloat16, on one GPU"
+                raise InputError(f"rows of {self._fast} are for {limits}: leave them out")
+            compiled, arrays = _compiled(self.model, shapes, steps, fast=self._fast)
             self._programs[key] = compiled, arrays, time.perf_counter() - began
         return self._programs[key]
 

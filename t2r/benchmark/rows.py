@@ -21,15 +21,16 @@ class Row(NamedTuple):
     feature_map: str | None = None  # None: softmax stays
     keep: str = "none"
     merged: bool = False
-    fused: bool = False  # decoded by `t2r.decode.fused`
+    fast: str = ""  # one of `t2r.decode.generate.FAST`
 
 
 ROWS = {
     "transformer": Row("transformer"),
     "t2r": Row("T2R", "t2r", merged=True),
-    "t2r_fused": Row("T2R, fused", "t2r", merged=True, fused=True),
-    "transformer_fused": Row("transformer, fused", fused=True),
-    "t2r_75_fused": Row("T2R 75%, fused", "t2r", keep="every_4th", merged=True, fused=True),
+    "t2r_fused": Row("T2R, fused", "t2r", merged=True, fast="fused"),
+    "t2r_one_kernel": Row("T2R, one kernel", "t2r", merged=True, fast="one_kernel"),
+    "transformer_fused": Row("transformer, fused", fast="fused"),
+    "t2r_75_fused": Row("T2R 75%, fused", "t2r", keep="every_4th", merged=True, fast="fused"),
     "t2r_unmerged": Row("T2R, φ not merged", "t2r"),
     "t2r_75": Row("T2R 75%", "t2r", keep="every_4th", merged=True),
     "elu": Row("ELU", "elu"),

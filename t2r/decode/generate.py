@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from t2r.attention.module import State
+from t2r.decode import fused, one_kernel
 from t2r.decode.fused import FusedModel
 from t2r.decode.sampling import Sampling, choose
 from t2r.environment import available_memory
@@ -19,6 +20,19 @@ from t2r.model.loss import remember
 from t2r.model.transformer import DecodeState, LanguageModel, Seq2Seq, check_length, grow
 
 PREFILL_CHUNK = 256
+
+
+class Fast(NamedTuple):
+    """A faster form of some models' steps, on some devices."""
+
+    form: type[FusedModel]
+    available: Callable[[LanguageModel, int], bool]  # for so many texts
+
+
+FAST = {
+    "fused": Fast(fused.FusedModel, fused.available),
+    "one_kernel": Fast(one_kernel.OneKernel, one_kernel.available),
+}
 Ends = int | tuple[int, ...]
 
 
@@ -115,17 +129,21 @@ def step(model: LanguageModel | FusedModel, generation: Generation, sampling: Sa
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5, 6), donate_argnums=2)
 def scan_steps(
-    graph, arrays, generation: Generation, count: int, sampling: Sampling, end: Ends, fused: bool = False
+    graph, arrays, generation: Generation, count: int, sampling: Sampling, end: Ends, fast: str = ""
 ) -> tuple[Generation, Int[Array, "count b"]]:
-    """`count` steps in one compiled loop; `fused` for models and devices of which that is `available`."""
+    """`count` steps in one compiled loop, by one of the `FAST` forms where that is `available`."""
     model = nnx.merge(graph, arrays)
-    model = FusedModel(model) if fused else model
+    form = FAST[fast].form(model) if fast else None
 
     def one(generation, _):
-        generation = step(model, generation, sampling, end)
+        generation = step(form or model, generation, sampling, end)
         return generation, generation.last
 
-    return jax.lax.scan(one, generation, length=count)
+    if form is None:
+        return jax.lax.scan(one, generation, length=count)
+    generation = generation._replace(state=form.stacked(generation.state))
+    generation, tokens = jax.lax.scan(one, generation, length=count)
+    return generation._replace(state=form.unstacked(generation.state)), tokens
 
 
 def go_on(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t2r.decode import fused
+from t2r.decode import fused, one_kernel, tiles
 from t2r.model.config import AttentionSpec
 from t2r.model.parameters import abstract_model
 from tests.attention.test_kernels import imagined_gpu
@@ -18,8 +18,9 @@ KINDS = {"t2r": (MERGED,), "softmax": (SOFTMAX,), "both": (MERGED, SOFTMAX)}
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Matrices so small that they are one warp's, but a feed-forward's inputs are several parts."""
-    monkeypatch.setattr(fused, "WARPS", 1)
-    monkeypatch.setattr(fused, "COLUMNS", 32)
+    monkeypatch.setattr(tiles, "WARPS", 1)
+    monkeypatch.setattr(tiles, "COLUMNS", 32)
+    monkeypatch.setattr(tiles, "PROGRAMS", 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -44,6 +45,22 @@ def test_it_is_the_models_step(kind, texts):
     assert fast.likeliest(hidden).tolist() == model.likeliest(hidden).tolist()
 
 
+def test_one_kernel_is_the_models_step():
+    """Stage by stage, since interpreted programs come one after the other."""
+    model = make_model(micro(attention=KINDS["t2r"], adaptive_cutoffs=()))
+    tokens, going = random_tokens(3, 5), jnp.arange(3)[:, None] != 1
+    _, state = model(tokens, state=model.init_state(3, 8))
+    fast = one_kernel.OneKernel(model, interpret=True)
+
+    @jax.jit
+    def both(state):
+        hidden, after = fast(tokens[:, :1], state=fast.stacked(state), mask=going)
+        return model(tokens[:, :1], state=state, mask=going), (hidden, fast.unstacked(after))
+
+    plain, kernel = both(state)
+    assert error(kernel[0][::2], plain[0][::2]) < 1e-5 and error(kernel[1], plain[1]) < 1e-5
+
+
 def test_it_is_for_plain_language_models_alone():
     assert all(fused.suits(abstract_model(micro(attention=kinds))) for kinds in KINDS.values())
     for fields in (
@@ -55,24 +72,23 @@ def test_it_is_for_plain_language_models_alone():
 
 def test_of_words_equally_likely_the_first_is_chosen():
     words = jnp.zeros((96, 32)).at[jnp.array([7, 40, 90])].set(1.0)  # in several tiles
-    packed = fused.pack(words, jnp.zeros(96).at[:4].set(-jnp.inf), jnp.float32)
+    packed = tiles.pack(words, jnp.zeros(96).at[:4].set(-jnp.inf), jnp.float32)
     x = jnp.array([[1.0], [-1.0]]) * jnp.ones((2, 32))
-    assert fused.likeliest(fused.Factors.of(x).numbers, packed, interpret=True)[:2].tolist() == [7, 4]
+    assert fused.likeliest(tiles.factors(x), packed, interpret=True)[:2].tolist() == [7, 4]
 
 
 def test_factors_stand_where_their_index_says():
     x = jax.random.normal(jax.random.key(0), (17, 64))
-    factors = fused.Factors.of(x)
-    assert jnp.array_equal(factors.rows(17), x)
-    where = fused._index(jnp.arange(16)[:, None], jnp.arange(64)[None, :], 64)
-    assert jnp.array_equal(factors.numbers[0][where], x[:16])
+    factors = tiles.factors(x)
+    assert jnp.array_equal(tiles.texts(factors)[:17], x)
+    assert jnp.array_equal(factors[0][tiles.indices(jnp.arange(64), 64)], x[:16])
 
 
 def test_a_matrix_comes_back_from_its_tiles():
     rows = jax.random.normal(jax.random.key(0), (48, 64))
-    packed = fused.pack(rows, jnp.zeros(48), jnp.float32)
-    assert packed.tiles.shape == (6, 2, 8 * 32) and packed.columns == 32
-    parts = [[fused._unpack(part, 32)[0] for part in tile] for tile in packed.tiles]
+    packed = tiles.pack(rows, jnp.zeros(48), jnp.float32)
+    assert packed.tiles.shape == (3, 2, 16 * 32) and packed.columns == 32
+    parts = [[tiles.of_rows(part, 16)[0] for part in tile] for tile in packed.tiles]
     assert jnp.array_equal(jnp.block(parts), rows)
 
 
@@ -93,3 +109,18 @@ def test_the_papers_model_lowers_for_gpus(monkeypatch):
     with imagined_gpu():
         text = jax.jit(step).trace(state).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("xla.gpu.triton") == 5 + 4 + 1
+
+
+def test_the_papers_model_lowers_as_one_kernel(monkeypatch):
+    monkeypatch.undo()
+    model = make_model(micro(attention=KINDS["t2r"], width=1024, heads=8, feedforward=4096, dtype="bfloat16"))
+    assert one_kernel.suits(model)
+    state = model.init_state(16, 64)
+
+    def step(state):
+        fast = one_kernel.OneKernel(model)
+        return fast(jnp.zeros((16, 1), jnp.int32), state=fast.stacked(state), mask=jnp.ones((16, 1), bool))
+
+    with imagined_gpu():
+        text = jax.jit(step).trace(state).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("xla.gpu.triton") == 1

@@ -1,0 +1,228 @@
+"""A decoding step of all layers as one kernel, of the same parts as `fused` (Pallas: Triton, GPU).
+
+As many programs as the GPU can hold at once go through the layers together, and wait for each other where one kernel
+would follow another. What is gained is the time between: each asks for its rows of the next matrix before it waits.
+
+Only for merged T2R alone, and no more texts than one product has.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Bool, Float, Int
+
+from t2r.attention.linear import LinearState
+from t2r.attention.module import MergedLinearAttention
+from t2r.decode import fused, tiles
+from t2r.decode.fused import Layer, Norm, Stream
+from t2r.decode.tiles import Rows, read_tile
+from t2r.model.transformer import DecodeState, LanguageModel, embed
+
+
+class Shared(NamedTuple):
+    """What programs write and others read."""
+
+    before: Stream  # attention
+    after: Stream
+    projected: Float[Array, "b p"]
+    attended: Float[Array, "1 n"]
+    hidden: Float[Array, "1 n"]
+    S: Float[Array, "l b h k d"]
+    z: Float[Array, "l b h k"]
+    arrived: Int[Array, "1"]  # how often programs have come to a barrier
+
+
+def available(model: LanguageModel, texts: int) -> bool:
+    """Whether to use it, here: all programs must run at once, or barriers never open."""
+    if not fused.available(model, texts) or texts > tiles.TEXTS or not suits(model):
+        return False
+    return getattr(jax.devices()[0], "core_count", 0) >= tiles.PROGRAMS
+
+
+def suits(model: LanguageModel) -> bool:
+    """Whether layers are of one kind, and no matrix is larger than all programs' tiles."""
+    shapes = {str(jax.tree.map(jnp.shape, block.attention.key.kernel[...])) for block in model.blocks}
+    alike = len(shapes) == 1 and all(isinstance(block.attention, MergedLinearAttention) for block in model.blocks)
+    config = model.config
+    largest = max(config.feedforward, 3 * config.heads * config.head_dim)
+    return fused.suits(model) and alike and largest <= 32 * tiles.PROGRAMS
+
+
+class OneKernel(fused.FusedModel):
+    """A model that decodes by the kernel. Its state has S and z of all layers in one array each."""
+
+    def __init__(self, model: LanguageModel, *, interpret: bool = False):
+        super().__init__(model, interpret=interpret)
+        self._stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *self._layers)
+
+    def __call__(self, tokens: Int[Array, "b 1"], *, state: DecodeState, mask: Bool[Array, "b 1"]):
+        """As the model itself, for one token of each text."""
+        model, texts = self._model, len(tokens)
+        x = embed(model, model.embedding, tokens, state.position[:, None] + mask - 1)[:, 0]
+        stream = fused.stream_of(x, parts=self._layers[0].out.count)
+        kernel = functools.partial(run_layers, eps=model.config.norm_eps, interpret=self._interpret)
+        x, S, z = kernel(self._stacked, stream, *state.layers, mask[:, 0])
+        x = tiles.texts(x)[:texts]
+        x = x if model.final_norm is None else model.final_norm(x)
+        return x[:, None], DecodeState((S, z), state.position + mask[:, 0], None)
+
+    def stacked(self, state: DecodeState) -> DecodeState:
+        S, z = (jnp.stack([getattr(layer, name) for layer in state.layers]) for name in ("S", "z"))
+        return state._replace(layers=(S, z))
+
+    def unstacked(self, state: DecodeState) -> DecodeState:
+        return state._replace(layers=tuple(LinearState(S, z) for S, z in zip(*state.layers)))
+
+
+def run_layers(
+    layers: Layer, stream: Stream, S: Array, z: Array, keep: Bool[Array, "b"], *, eps: float, interpret: bool = False
+) -> tuple[Float[Array, "1 n"], Array, Array]:
+    """The residual stream after all layers, and S and z after them."""
+    like = lambda rows: jnp.zeros((1, tiles.TEXTS * rows.bias.shape[-1]), stream.x.dtype)  # noqa: E731
+    projected = jnp.zeros((tiles.TEXTS, layers.projections.bias.shape[-1]), stream.x.dtype)
+    attended = jnp.zeros((1, tiles.TEXTS * S.shape[2] * S.shape[4]), stream.x.dtype)
+    empty = jax.tree.map(jnp.zeros_like, stream)
+    shared = Shared(stream, empty, projected, attended, like(layers.up), S, z, jnp.zeros(1, jnp.int32))
+    call = functools.partial(_call, layers, keep=keep.astype(jnp.float32), eps=eps, interpret=interpret)
+    if interpret:  # programs come one after the other: each stage of a layer is a kernel
+        for layer in range(len(S)):
+            for stage in STAGES:
+                shared = call(functools.partial(_one_stage, stage, layer), shared)
+    else:
+        shared = call(_all_stages, shared)
+    return shared.before.x, shared.S, shared.z
+
+
+def _call(layers: Layer, kernel: Callable, shared: Shared, *, keep: Array, eps: float, interpret: bool) -> Shared:
+    weights, of_weights = jax.tree.flatten(layers)
+    arrays, of_arrays = jax.tree.flatten(shared)
+
+    def body(*refs):
+        given, keep, outputs = refs[: len(weights)], refs[len(weights)], refs[-len(arrays) :]  # inputs are the outputs
+        program = Program(of_weights.unflatten(given), of_arrays.unflatten(outputs), keep, eps)
+        kernel(program)
+
+    found = pl.pallas_call(
+        body,
+        grid=(tiles.PROGRAMS,),
+        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
+        input_output_aliases={len(weights) + 1 + number: number for number in range(len(arrays))},
+        interpret=interpret,
+        compiler_params=triton.CompilerParams(num_warps=tiles.WARPS, num_stages=1),
+    )(*weights, keep, *arrays)
+    return of_arrays.unflatten(found)
+
+
+class Program(NamedTuple):
+    """One of the programs: what it can read and write."""
+
+    layers: Layer
+    shared: Shared
+    keep: Any
+    eps: float
+
+    def read(self, name: str, layer: Array) -> tiles.Tile:
+        """Asks for this program's tile of a matrix; programs beyond the last do what others do."""
+        rows: Rows = getattr(self.layers, name)
+        return read_tile(rows, self.tile(name), (layer,))
+
+    def tile(self, name: str) -> Array:
+        return pl.program_id(0) % getattr(self.layers, name).count
+
+    def head(self, layer: Array, number: Array) -> fused.Head:
+        heads = self.shared.S.shape[2]
+        text, head = number // heads, number % heads
+        return fused.read_head(self.shared.S, self.shared.z, self.keep, text, head, (layer,))
+
+    def project(self, layer: Array, tile: tiles.Tile, ahead: Callable = tuple, since: Any = 0) -> Any:
+        _, _, heads, features, _ = self.shared.S.shape
+        norm = Norm(self.eps, 2 * heads * features)
+        rows = self.layers.projections
+        found, asked = fused.multiply_normed(self.shared.before, 0, rows, tile, norm, ahead, since)
+        fused.put_in_rows(self.shared.projected, 0, tile, found)
+        return asked
+
+    def attend(self, layer: Array, first: fused.Head) -> None:
+        _, texts, heads, _, _ = self.shared.S.shape
+        for start in range(0, texts * heads, tiles.PROGRAMS):  # more heads than programs
+            number = start + pl.program_id(0)
+
+            @pl.when(number < texts * heads)
+            def _(start=start, number=number):
+                shared, head = self.shared, first if start == 0 else self.head(layer, number)
+                arrays = (shared.attended, shared.S, shared.z)
+                fused.attend(shared.projected, head, *arrays, MergedLinearAttention.normalizer, (layer,))
+
+    def mix(self, layer: Array, tile: tiles.Tile, since: Any = 0) -> None:
+        shared, rows, number = self.shared, self.layers.out, self.tile("out")
+        fused.multiply_and_add(shared.before.x, shared.attended, 0, rows, tile, number, shared.after, since)
+
+    def widen(self, layer: Array, tile: tiles.Tile, ahead: Callable = tuple, since: Any = 0) -> Any:
+        norm = Norm(self.eps, self.layers.up.bias.shape[-1])
+        found, asked = fused.multiply_normed(self.shared.after, 0, self.layers.up, tile, norm, ahead, since)
+        fused.put_as_factors(self.shared.hidden, 0, tile, found)
+        return asked
+
+    def narrow(self, layer: Array, tile: tiles.Tile, since: Any = 0) -> None:
+        shared, rows, number = self.shared, self.layers.down, self.tile("down")
+        fused.multiply_and_add(shared.after.x, shared.hidden, 0, rows, tile, number, shared.before, since)
+
+
+def _first_head(me: Program, layer: Array) -> fused.Head:
+    """Of those that are this program's; programs beyond the last read one in vain."""
+    _, texts, heads, _, _ = me.shared.S.shape
+    return me.head(layer, pl.program_id(0) % (texts * heads))
+
+
+STAGES = (
+    lambda me, layer: me.project(layer, me.read("projections", layer)),
+    lambda me, layer: me.attend(layer, _first_head(me, layer)),
+    lambda me, layer: me.mix(layer, me.read("out", layer)),
+    lambda me, layer: me.widen(layer, me.read("up", layer)),
+    lambda me, layer: me.narrow(layer, me.read("down", layer)),
+)
+
+
+def _one_stage(stage: Callable, layer: int, me: Program) -> None:
+    stage(me, layer + 0 * pl.program_id(0))  # as in a loop: no constant
+
+
+def _all_stages(me: Program) -> None:
+    """All layers. What no program writes is asked for a stage or two before it is needed."""
+    last = me.shared.S.shape[0] - 1
+
+    def layer(number, carry):
+        projections, arrived = carry
+
+        def barrier(stage: int) -> Array:
+            return _barrier(me.shared.arrived, (number * len(STAGES) + stage) * tiles.PROGRAMS)
+
+        ahead = lambda: (_first_head(me, number), me.read("out", number))  # noqa: E731
+        head, out = me.project(number, projections, ahead, arrived)
+        barrier(1)
+        up = me.read("up", number)
+        me.attend(number, head)
+        arrived = barrier(2)
+        me.mix(number, out, arrived)
+        arrived = barrier(3)
+        down = me.widen(number, up, lambda: me.read("down", number), arrived)
+        arrived = barrier(4)
+        me.narrow(number, down, arrived)
+        projections = me.read("projections", jnp.minimum(number + 1, last))
+        return projections, barrier(5)
+
+    jax.lax.fori_loop(0, last + 1, layer, (me.read("projections", 0), pl.program_id(0)))
+
+
+def _barrier(arrived: Any, target: Array) -> Array:
+    """Returns when all programs have come here: the count of arrivals, which it returns, only grows."""
+    triton.debug_barrier()
+    count = triton.atomic_add(arrived, (0,), 1) + 1
+    count = jax.lax.while_loop(lambda count: count < target, lambda _: triton.atomic_add(arrived, (0,), 0), count)
+    triton.debug_barrier()
+    return count

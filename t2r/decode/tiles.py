@@ -1,0 +1,135 @@
+"""Factors of small products, kept as a GPU's threads multiply them: nothing moves between reading and multiplying.
+
+Tensor cores multiply 16 × 16 by 16 × 8 numbers at once. Each of a warp's 32 threads gives some of both, and gets some
+of the result. Here it finds its own by reading 16 bytes, one thread after the other, one warp after the other. Warps
+divide the columns, over which products are sums, and add them up at the end.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from t2r.decode.warps import add_product_by_warps
+
+TEXTS = 16  # of one product
+WARPS = 8  # of a program
+COLUMNS = 1024  # that it multiplies at once
+PROGRAMS = 128  # at least, if there are rows enough: about as many as a GPU has multiprocessors
+
+
+class Rows(NamedTuple):
+    """A matrix with an output in each row, in tiles for one program each, and what belongs to its rows, in float32.
+
+    The scale and bias of a norm before it are part of it: of the product with a normed x they leave
+    (x · rowᵀ − mean · Σ row) / deviation + bias. The same for references to these arrays, of one layer or of several.
+    """
+
+    tiles: Float[Array, "*layers tiles parts size"]
+    sums: Float[Array, "*layers n"]
+    bias: Float[Array, "*layers n"]
+
+    @property
+    def per_tile(self) -> int:
+        return self.bias.shape[-1] // self.count
+
+    @property
+    def count(self) -> int:
+        """Of tiles."""
+        return self.tiles.shape[-3]
+
+    @property
+    def columns(self) -> int:
+        """Of one part."""
+        return self.tiles.shape[-1] // self.per_tile
+
+
+class Tile(NamedTuple):
+    """What a program has read of a matrix."""
+
+    numbers: list[Float[Array, "size"]]  # of each part
+    sums: Float[Array, "rows"]
+    bias: Float[Array, "rows"]
+    first: Array  # of its rows
+
+    @property
+    def rows(self) -> Int[Array, "rows"]:
+        return self.first + jnp.arange(len(self.bias))
+
+
+def pack(rows: Float[Array, "n k"], bias: Float[Array, "n"], dtype) -> Rows:
+    """A matrix as programs read it: of a row columns 2t and 2t + 1, the same 8 columns further, 16, and 24."""
+    rows = rows.astype(dtype)
+    count = min(32, max(8, 1 << (-(-len(rows) // PROGRAMS) - 1).bit_length()))
+    columns = min(rows.shape[1], COLUMNS)
+    apart = rows.reshape(-1, count // 8, 8, rows.shape[1] // columns, WARPS, columns // WARPS // 32, 4, 4, 2)
+    #       tile, 8 rows, row, part, warp, 32 columns, 8 columns, pair, column → tile, part, then as they are read
+    tiles = apart.transpose(0, 3, 1, 5, 4, 2, 7, 6, 8).reshape(len(rows) // count, -1, count * columns)
+    return Rows(tiles, rows.sum(1, dtype=jnp.float32), bias)
+
+
+def read_tile(rows: Rows, number: Array, layer: tuple = ()) -> Tile:
+    """Asks for a tile, in a program."""
+    first, count = number * rows.per_tile, rows.per_tile
+    numbers = [rows.tiles[(*layer, number, part, slice(None))] for part in range(rows.tiles.shape[-2])]
+    return Tile(numbers, *(array[(*layer, pl.ds(first, count))] for array in (rows.sums, rows.bias)), first)
+
+
+def of_rows(numbers: Float[Array, "size"], count: int) -> Float[Array, "warps rows columns/warps"]:
+    """A part of a tile, with each warp's columns."""
+    apart = numbers.reshape(count // 8, -1, WARPS, 8, 4, 4, 2)
+    return apart.transpose(2, 0, 3, 1, 5, 4, 6).reshape(WARPS, count, -1)
+
+
+def factors(x: Float[Array, "b n"]) -> Float[Array, "groups n"]:
+    """Texts' numbers, in the order of `index`, filled up to whole groups of `TEXTS` texts."""
+    texts, columns = x.shape
+    part, filled = min(columns, COLUMNS), jnp.pad(x, [(0, -texts % TEXTS), (0, 0)])
+    apart = filled.reshape(-1, 2, 8, columns // part, WARPS, part // WARPS // 16, 2, 4, 2)
+    #       group, 8 texts, text, part, warp, 16 columns, 8 columns, pair, column → as they are read
+    return apart.transpose(0, 3, 5, 4, 2, 7, 6, 1, 8).reshape(-1, TEXTS * columns)
+
+
+def texts(factors: Float[Array, "groups n"]) -> Float[Array, "b n"]:
+    """And back, a text in each row."""
+    columns = factors.shape[1] // TEXTS
+    part = min(columns, COLUMNS)
+    apart = factors.reshape(-1, columns // part, part // WARPS // 16, WARPS, 8, 4, 2, 2, 2)
+    return apart.transpose(0, 7, 4, 1, 3, 2, 6, 5, 8).reshape(-1, columns)
+
+
+def index(text: Array, column: Array, columns: int) -> Array:
+    """Where a number stands in its group. A thread reads 8 at once: of the texts g and g + 8 columns 2t and 2t + 1, and
+    the same 8 columns further."""
+    part, each = min(columns, COLUMNS), min(columns, COLUMNS) // WARPS
+    warp, block, within = column % part // each, column % each // 16, column % 16
+    thread = (block * WARPS + warp) * 32 + text % 8 * 4 + within % 8 // 2
+    return column // part * (TEXTS * part) + thread * 8 + within // 8 * 4 + text // 8 * 2 + column % 2
+
+
+def indices(rows: Int[Array, "rows"], columns: int) -> Int[Array, "texts rows"]:
+    """Where outputs stand, as factors of the next product."""
+    return index(jnp.arange(TEXTS)[:, None], rows[None, :], columns)
+
+
+def read_factors(x, group: Array, rows: Rows) -> list[Float[Array, "size"]]:
+    """Asks for texts' numbers, in a program, part by part."""
+    size = TEXTS * rows.columns
+    return [x[group, pl.ds(part * size, size)] for part in range(rows.tiles.shape[-2])]
+
+
+def product(numbers: list[Array], tile: Tile, since: Array | int = 0) -> Float[Array, "texts rows"]:
+    """x · rowsᵀ. In a loop, `since` is any number from 0 on that is not the same in all rounds."""
+    count = len(tile.bias)
+    found = jnp.full((WARPS, TEXTS, count), _zero_after_reading(since), jnp.float32)
+    for part, rows in zip(numbers, tile.numbers):
+        apart = part.reshape(-1, WARPS, 8, 4, 2, 2, 2).transpose(1, 5, 2, 0, 4, 3, 6)
+        found = add_product_by_warps(found, apart.reshape(WARPS, TEXTS, -1), of_rows(rows, count))
+    return found.sum(0)
+
+
+def _zero_after_reading(since: Array | int) -> Array:
+    """Zero, which compilers do not see, and warps have from each other: then all of them have asked for what they are
+    to read. Products that start from it start after that; else, to spare registers, little is asked for at a time."""
+    return jnp.minimum(since + jnp.arange(32 * WARPS), 0).max(0).astype(jnp.float32)
