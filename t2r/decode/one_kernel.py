@@ -46,11 +46,10 @@ def available(model: LanguageModel, texts: int) -> bool:
 
 def suits(model: LanguageModel) -> bool:
     """Whether layers are of one kind, and no matrix is larger than all programs' tiles."""
-    shapes = {str(jax.tree.map(jnp.shape, block.attention.key.kernel[...])) for block in model.blocks}
-    alike = len(shapes) == 1 and all(isinstance(block.attention, MergedLinearAttention) for block in model.blocks)
     config = model.config
+    alike = all(spec == config.attention[0] and spec.kind == "merged" for spec in config.attention)
     largest = max(config.feedforward, 3 * config.heads * config.head_dim)
-    return fused.suits(model) and alike and largest <= 32 * tiles.PROGRAMS
+    return alike and fused.suits(model) and largest <= 32 * tiles.PROGRAMS
 
 
 class OneKernel(fused.FusedModel):

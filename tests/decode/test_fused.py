@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from t2r.decode import fused, one_kernel, tiles
+from t2r.decode.generate import FAST, fork, scan_steps, start
+from t2r.decode.sampling import Sampling
 from t2r.model.config import AttentionSpec
 from t2r.model.parameters import abstract_model
 from tests.attention.test_kernels import imagined_gpu
@@ -61,6 +64,29 @@ def test_one_kernel_is_the_models_step():
     assert error(kernel[0][::2], plain[0][::2]) < 1e-5 and error(kernel[1], plain[1]) < 1e-5
 
 
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="the kernels themselves run on GPUs only")
+@pytest.mark.parametrize("kind, form", [*((kind, "fused") for kind in KINDS), ("t2r", "one_kernel")])
+def test_it_is_the_models_step_on_a_gpu(kind, form, monkeypatch):
+    monkeypatch.undo()
+    check_on_gpu(kind, form)
+
+
+def check_on_gpu(kind: str, form: str, texts: int = 13) -> None:
+    """Eight steps of the paper's width, for a batch that does not fill the blocks."""
+    sizes = dict(layers=4, width=1024, heads=8, feedforward=4096, vocab_size=4096, adaptive_cutoffs=())
+    model = make_model(micro(attention=KINDS[kind] * (4 // len(KINDS[kind])), dtype="bfloat16", **sizes))
+    assert FAST[form].available(model, texts)
+    graph, arrays = nnx.split(model)
+    first = start(model, [[text + 1, 2, 3] for text in range(texts)], 8)
+    (plain, words), (fast, others) = (
+        scan_steps(graph, arrays, fork(first, 1), 8, Sampling(), -1, how) for how in ("", form)
+    )
+    same = (words == others).all(0)  # a word that was nearly chosen leads to another text
+    assert same.mean() > 0.6
+    for one, other in zip(plain.state.layers, fast.state.layers):
+        assert error(*(jax.tree.map(lambda x: x[same] if x.ndim else x, layer) for layer in (other, one))) < 0.02
+
+
 def test_it_is_for_plain_language_models_alone():
     assert all(fused.suits(abstract_model(micro(attention=kinds))) for kinds in KINDS.values())
     for fields in (
@@ -82,6 +108,17 @@ def test_factors_stand_where_their_index_says():
     factors = tiles.factors(x)
     assert jnp.array_equal(tiles.texts(factors)[:17], x)
     assert jnp.array_equal(factors[0][tiles.indices(jnp.arange(64), 64)], x[:16])
+
+
+def test_products_of_the_papers_size(monkeypatch):
+    """Eight warps, and four parts of 1,024 columns each."""
+    monkeypatch.undo()
+    x, rows = (jax.random.normal(jax.random.key(seed), (size, 4096)) for seed, size in ((0, 16), (1, 2048)))
+    packed = tiles.pack(rows, jnp.arange(2048.0), jnp.float32)
+    assert packed.tiles.shape == (128, 4, 16 * 1024)
+    tile = tiles.Tile(list(packed.tiles[3]), packed.sums[48:64], packed.bias[48:64], 48)
+    found = tiles.product(list(tiles.factors(x).reshape(4, -1)), tile)
+    assert error(found, x @ rows[48:64].T) < 1e-5 and tile.rows.tolist() == tile.bias.tolist()
 
 
 def test_a_matrix_comes_back_from_its_tiles():
