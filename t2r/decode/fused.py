@@ -48,23 +48,30 @@ class Stream(NamedTuple):
 def suits(model: LanguageModel) -> bool:
     """Whether all layers are of kinds that the kernels know."""
     config = model.config
-    sizes = (config.width, config.feedforward, config.heads * config.head_dim)
+    inputs = (config.width, config.feedforward, config.heads * config.head_dim)
     return (
         not config.encoder_layers
         and (config.norm, config.norm_placement, config.activation) == ("layer", "before", "relu")
         and not (config.gated or config.parallel or config.query_norm or config.positions == "rotary")
         and all(_is_known(block.attention) for block in model.blocks)
-        and all(size % (32 * tiles.WARPS) == 0 for size in sizes)
-        and all(size <= tiles.COLUMNS or size % tiles.COLUMNS == 0 for size in sizes)
+        and _is_power(config.width, 32 * tiles.WARPS)
+        and all(_is_power(size, 32 * tiles.WARPS) or size % tiles.COLUMNS == 0 for size in inputs)
     )
 
 
 def _is_known(attention: Any) -> bool:
+    shape = attention.shape
+    projections = [attention.query, attention.key, attention.value]
+    fit = sum(linear.kernel.shape[1] * linear.kernel.shape[2] for linear in projections) % 32 == 0
     if not isinstance(attention, MergedLinearAttention):
-        return isinstance(attention, SoftmaxAttention)
-    shape, features = attention.shape, attention.key.kernel.shape[-1]
-    powers = all(size >= 16 and size & (size - 1) == 0 for size in (features, shape.head_dim))
-    return powers and shape.heads == shape.kv_heads
+        return fit and isinstance(attention, SoftmaxAttention)
+    powers = all(_is_power(size, 16) for size in (attention.key.kernel.shape[2], shape.head_dim))
+    return fit and powers and shape.heads == shape.kv_heads
+
+
+def _is_power(size: int, least: int) -> bool:
+    """Of two, as are all sizes in Triton."""
+    return size >= least and size & (size - 1) == 0
 
 
 def available(model: LanguageModel, texts: int) -> bool:
