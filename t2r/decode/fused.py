@@ -197,7 +197,7 @@ def normed_product(
     def kernel(x, sums, squares, numbers, of_rows, bias, out):
         here, group = Rows(numbers, of_rows, bias), pl.program_id(1)
         tile = read_tile(here, pl.program_id(0))
-        found, _ = multiply_normed(Stream(x, sums, squares), group, here, tile, norm)
+        found = multiply_normed(Stream(x, sums, squares), group, here, tile, norm)
         put = put_in_rows if in_rows else put_as_factors
         put(out, group, tile, found)
 
@@ -214,17 +214,16 @@ class Norm(NamedTuple):
 
 
 def multiply_normed(
-    stream: Stream, group: Array, rows: Rows, tile: Tile, norm: Norm, ahead: Callable = tuple, since: Any = 0
-) -> tuple[Float[Array, "texts rows"], Any]:
-    """In a program: the outputs of a tile; and what else was asked for, after what is needed here."""
-    numbers = tiles.read_factors(stream.x, group, rows)
-    moments = [parts[_texts(group), :] for parts in (stream.sums, stream.squares)]
-    asked = ahead()
-    found = tiles.product(numbers, tile, since)
+    stream: Stream, group: Array, rows: Rows, tile: Tile, norm: Norm, turn: Array | None = None
+) -> Float[Array, "texts rows"]:
+    """In a program: the outputs of a tile."""
+    numbers = tiles.read_factors(stream.x, group, rows, turn)
+    moments = [tiles.read(parts, (_texts(group), slice(None)), turn) for parts in (stream.sums, stream.squares)]
+    found = tiles.product(numbers, tile, turn)
     width = stream.x.shape[1] // tiles.TEXTS
     mean, square = (parts.sum(1, keepdims=True) / width for parts in moments)
     found = (found - mean * tile.sums) * jax.lax.rsqrt(square - mean**2 + norm.eps) + tile.bias
-    return jnp.where(tile.rows < norm.relu_before, jnp.maximum(found, 0.0), found), asked
+    return jnp.where(tile.rows < norm.relu_before, jnp.maximum(found, 0.0), found)
 
 
 def put_in_rows(out: Any, group: Array, tile: Tile, found: Array) -> None:
@@ -255,12 +254,12 @@ def added_product(
 
 
 def multiply_and_add(
-    x: Any, inputs: Any, group: Array, rows: Rows, tile: Tile, number: Array, out: Stream, since: Any = 0
+    x: Any, inputs: Any, group: Array, rows: Rows, tile: Tile, number: Array, out: Stream, turn: Array | None = None
 ) -> None:
     """In a program: the residual stream's columns that are a tile's outputs, and their part of the next norm's sums."""
     places = tiles.indices(tile.rows, x.shape[1] // tiles.TEXTS)
-    numbers, before = tiles.read_factors(inputs, group, rows), x[group, places]
-    found = before.astype(jnp.float32) + tiles.product(numbers, tile, since) + tile.bias
+    numbers, before = tiles.read_factors(inputs, group, rows, turn), tiles.read(x, (group, places), turn)
+    found = before.astype(jnp.float32) + tiles.product(numbers, tile, turn) + tile.bias
     found = found.astype(out.x.dtype)
     out.x[group, places] = found
     found = found.astype(jnp.float32)
@@ -321,13 +320,23 @@ def read_head(S: Any, z: Any, keep: Any, text: Array, head: Array, layer: tuple 
     return Head(text, head, S[(*layer, text, head, whole, whole)], z[(*layer, text, head, whole)], keep[text])
 
 
-def attend(projected: Any, head: Head, out: Any, S: Any, z: Any, normalizer: Normalizer, layer: tuple = ()) -> None:
+def attend(
+    projected: Any,
+    head: Head,
+    out: Any,
+    S: Any,
+    z: Any,
+    normalizer: Normalizer,
+    layer: tuple = (),
+    turn: Array | None = None,
+) -> None:
     """In a program: one text's head."""
     heads, k, d = S.shape[-3:]
     start = 2 * heads * k
 
     def vector(first: int, size: int) -> Array:
-        return projected[head.text, pl.ds(first + head.head * size, size)].astype(jnp.float32)
+        place = (head.text, pl.ds(first + head.head * size, size))
+        return tiles.read(projected, place, turn).astype(jnp.float32)
 
     q, key, v = vector(0, k), vector(heads * k, k) * head.keep, vector(start, d)
     state, total = head.S + key[:, None] * v[None, :], head.z + key

@@ -138,15 +138,13 @@ class Program(NamedTuple):
         text, head = number // heads, number % heads
         return fused.read_head(self.shared.S, self.shared.z, self.keep, text, head, (layer,))
 
-    def project(self, layer: Array, tile: tiles.Tile, ahead: Callable = tuple, since: Any = 0) -> Any:
+    def project(self, tile: tiles.Tile, turn: Array | None = None) -> None:
         _, _, heads, features, _ = self.shared.S.shape
-        norm = Norm(self.eps, 2 * heads * features)
-        rows = self.layers.projections
-        found, asked = fused.multiply_normed(self.shared.before, 0, rows, tile, norm, ahead, since)
+        norm, rows = Norm(self.eps, 2 * heads * features), self.layers.projections
+        found = fused.multiply_normed(self.shared.before, 0, rows, tile, norm, turn)
         fused.put_in_rows(self.shared.projected, 0, tile, found)
-        return asked
 
-    def attend(self, layer: Array, first: fused.Head) -> None:
+    def attend(self, layer: Array, first: fused.Head, turn: Array | None = None) -> None:
         _, texts, heads, _, _ = self.shared.S.shape
         for start in range(0, texts * heads, tiles.PROGRAMS):  # more heads than programs
             number = start + pl.program_id(0)
@@ -155,21 +153,20 @@ class Program(NamedTuple):
             def _(start=start, number=number):
                 shared, head = self.shared, first if start == 0 else self.head(layer, number)
                 arrays = (shared.attended, shared.S, shared.z)
-                fused.attend(shared.projected, head, *arrays, MergedLinearAttention.normalizer, (layer,))
+                fused.attend(shared.projected, head, *arrays, MergedLinearAttention.normalizer, (layer,), turn)
 
-    def mix(self, layer: Array, tile: tiles.Tile, since: Any = 0) -> None:
+    def mix(self, tile: tiles.Tile, turn: Array | None = None) -> None:
         shared, rows, number = self.shared, self.layers.out, self.tile("out")
-        fused.multiply_and_add(shared.before.x, shared.attended, 0, rows, tile, number, shared.after, since)
+        fused.multiply_and_add(shared.before.x, shared.attended, 0, rows, tile, number, shared.after, turn)
 
-    def widen(self, layer: Array, tile: tiles.Tile, ahead: Callable = tuple, since: Any = 0) -> Any:
+    def widen(self, tile: tiles.Tile, turn: Array | None = None) -> None:
         norm = Norm(self.eps, self.layers.up.bias.shape[-1])
-        found, asked = fused.multiply_normed(self.shared.after, 0, self.layers.up, tile, norm, ahead, since)
+        found = fused.multiply_normed(self.shared.after, 0, self.layers.up, tile, norm, turn)
         fused.put_as_factors(self.shared.hidden, 0, tile, found)
-        return asked
 
-    def narrow(self, layer: Array, tile: tiles.Tile, since: Any = 0) -> None:
+    def narrow(self, tile: tiles.Tile, turn: Array | None = None) -> None:
         shared, rows, number = self.shared, self.layers.down, self.tile("down")
-        fused.multiply_and_add(shared.after.x, shared.hidden, 0, rows, tile, number, shared.before, since)
+        fused.multiply_and_add(shared.after.x, shared.hidden, 0, rows, tile, number, shared.before, turn)
 
 
 def _first_head(me: Program, layer: Array) -> fused.Head:
@@ -179,11 +176,11 @@ def _first_head(me: Program, layer: Array) -> fused.Head:
 
 
 STAGES = (
-    lambda me, layer: me.project(layer, me.read("projections", layer)),
+    lambda me, layer: me.project(me.read("projections", layer)),
     lambda me, layer: me.attend(layer, _first_head(me, layer)),
-    lambda me, layer: me.mix(layer, me.read("out", layer)),
-    lambda me, layer: me.widen(layer, me.read("up", layer)),
-    lambda me, layer: me.narrow(layer, me.read("down", layer)),
+    lambda me, layer: me.mix(me.read("out", layer)),
+    lambda me, layer: me.widen(me.read("up", layer)),
+    lambda me, layer: me.narrow(me.read("down", layer)),
 )
 
 
@@ -192,36 +189,51 @@ def _one_stage(stage: Callable, layer: int, me: Program) -> None:
 
 
 def _all_stages(me: Program) -> None:
-    """All layers. What no program writes is asked for a stage or two before it is needed."""
-    last = me.shared.S.shape[0] - 1
+    """All layers. What no program writes is asked for while others are awaited, or earlier."""
+    arrived, last = me.shared.arrived, me.shared.S.shape[0] - 1
 
     def layer(number, carry):
-        projections, arrived = carry
+        projections, turn = carry
 
-        def barrier(stage: int) -> Array:
-            return _barrier(me.shared.arrived, (number * len(STAGES) + stage) * tiles.PROGRAMS)
+        def wait(stage: int) -> Array:
+            return _wait(arrived, (number * len(STAGES) + stage) * tiles.PROGRAMS)
 
-        ahead = lambda: (_first_head(me, number), me.read("out", number))  # noqa: E731
-        head, out = me.project(number, projections, ahead, arrived)
-        barrier(1)
-        up = me.read("up", number)
-        me.attend(number, head)
-        arrived = barrier(2)
-        me.mix(number, out, arrived)
-        arrived = barrier(3)
-        down = me.widen(number, up, lambda: me.read("down", number), arrived)
-        arrived = barrier(4)
-        me.narrow(number, down, arrived)
+        me.project(projections, turn)
+        _arrive(arrived)
+        head, out, up = _first_head(me, number), me.read("out", number), me.read("up", number)
+        turn = wait(1)
+        me.attend(number, head, turn)
+        _arrive(arrived)
+        turn = wait(2)
+        me.mix(out, turn)
+        _arrive(arrived)
+        down = me.read("down", number)
+        turn = wait(3)
+        me.widen(up, turn)
+        _arrive(arrived)
+        turn = wait(4)
+        me.narrow(down, turn)
+        _arrive(arrived)
         projections = me.read("projections", jnp.minimum(number + 1, last))
-        return projections, barrier(5)
+        return projections, wait(5)
 
     jax.lax.fori_loop(0, last + 1, layer, (me.read("projections", 0), pl.program_id(0)))
 
 
-def _barrier(arrived: Any, target: Array) -> Array:
-    """Returns when all programs have come here: the count of arrivals, which it returns, only grows."""
+def _arrive(arrived: Any) -> None:
+    """Says that this program has written what it had to. What it asks for after this, nobody waits for."""
     triton.debug_barrier()
-    count = triton.atomic_add(arrived, (0,), 1) + 1
-    count = jax.lax.while_loop(lambda count: count < target, lambda _: triton.atomic_add(arrived, (0,), 0), count)
+    triton.atomic_add(arrived, (0,), 1)
+
+
+def _wait(arrived: Any, target: Array) -> Array:
+    """Returns when so many programs have arrived; their number, which only grows."""
+    threads = jnp.arange(32 * tiles.WARPS)
+
+    def count() -> Array:  # one thread asks for all
+        place = arrived.at[threads * 0]
+        return triton.load(place, mask=threads == 0, other=jnp.iinfo(jnp.int32).max, volatile=True).min(0)
+
+    found = jax.lax.while_loop(lambda found: found < target, lambda _: count(), count())
     triton.debug_barrier()
-    return count
+    return found

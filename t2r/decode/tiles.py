@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 from t2r.decode.warps import add_product_by_warps
@@ -113,23 +114,29 @@ def indices(rows: Int[Array, "rows"], columns: int) -> Int[Array, "texts rows"]:
     return index(jnp.arange(TEXTS)[:, None], rows[None, :], columns)
 
 
-def read_factors(x, group: Array, rows: Rows) -> list[Float[Array, "size"]]:
-    """Asks for texts' numbers, in a program, part by part."""
+def read(array, index: tuple, turn: Array | None = None) -> Array:
+    """Asks for numbers, in a program. Those that others write while it runs are read where all see them; it then takes
+    turns with the others, and has a number that is different in each, and not below 0."""
+    return array[index] if turn is None else triton.load(array.at[index], volatile=True)
+
+
+def read_factors(x, group: Array, rows: Rows, turn: Array | None = None) -> list[Float[Array, "size"]]:
+    """Texts' numbers, part by part."""
     size = TEXTS * rows.columns
-    return [x[group, pl.ds(part * size, size)] for part in range(rows.tiles.shape[-2])]
+    return [read(x, (group, pl.ds(part * size, size)), turn) for part in range(rows.tiles.shape[-2])]
 
 
-def product(numbers: list[Array], tile: Tile, since: Array | int = 0) -> Float[Array, "texts rows"]:
-    """x · rowsᵀ. In a loop, `since` is any number from 0 on that is not the same in all rounds."""
+def product(numbers: list[Array], tile: Tile, turn: Array | None = None) -> Float[Array, "texts rows"]:
+    """x · rowsᵀ."""
     count = len(tile.bias)
-    found = jnp.full((WARPS, TEXTS, count), _zero_after_reading(since), jnp.float32)
+    found = jnp.full((WARPS, TEXTS, count), _zero_after_reading(turn), jnp.float32)
     for part, rows in zip(numbers, tile.numbers):
         apart = part.reshape(-1, WARPS, 8, 4, 2, 2, 2).transpose(1, 5, 2, 0, 4, 3, 6)
         found = add_product_by_warps(found, apart.reshape(WARPS, TEXTS, -1), of_rows(rows, count))
     return found.sum(0)
 
 
-def _zero_after_reading(since: Array | int) -> Array:
+def _zero_after_reading(turn: Array | None) -> Array:
     """Zero, which compilers do not see, and warps have from each other: then all of them have asked for what they are
     to read. Products that start from it start after that; else, to spare registers, little is asked for at a time."""
-    return jnp.minimum(since + jnp.arange(32 * WARPS), 0).max(0).astype(jnp.float32)
+    return jnp.minimum((0 if turn is None else turn) + jnp.arange(32 * WARPS), 0).max(0).astype(jnp.float32)
