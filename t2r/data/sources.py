@@ -46,9 +46,9 @@ def read_text(path: Path) -> str:
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except FileNotFoundError:
-        raise InputError(f"no text file {path}: check the path after 'text:'") from None
+        raise InputError(f"no text file {path}: check the path") from None
     except IsADirectoryError:
-        raise InputError(f"{path} is a folder: name one text file after 'text:'") from None
+        raise InputError(f"{path} is a folder: name one text file") from None
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"cannot read {path}: {error}; if it is a .gz, it may be cut short") from None
     if not data.strip():

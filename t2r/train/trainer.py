@@ -120,7 +120,10 @@ def write_config(config: ConfigDict, workdir: Path) -> None:
 def build(config: ConfigDict, workdir: Path) -> tuple[LanguageModel, Tokenizer | TokenizerPair, list[dict]]:
     """The model to train, its tokenizer, and what happened to it before."""
     if config.init_from:
-        model, tokenizer, provenance = model_dir.load(config.init_from, **config.model)
+        try:
+            model, tokenizer, provenance = model_dir.load(config.init_from, **config.model)
+        except InputError as error:
+            raise InputError(f"config.init_from={config.init_from!r}: {error}") from None
         history = provenance["history"]
     else:
         tokenizer = learn_tokenizer(config, workdir)
