@@ -82,11 +82,21 @@ def run_layers(
     layers: Layer, stream: Stream, S: Array, z: Array, keep: Bool[Array, "b"], *, eps: float, interpret: bool = False
 ) -> tuple[Float[Array, "1 n"], Array, Array]:
     """The residual stream after all layers, and S and z after them."""
-    like = lambda rows: jnp.zeros((1, tiles.TEXTS * rows.bias.shape[-1]), stream.x.dtype)  # noqa: E731
-    projected = jnp.zeros((tiles.TEXTS, layers.projections.bias.shape[-1]), stream.x.dtype)
-    attended = jnp.zeros((1, tiles.TEXTS * S.shape[2] * S.shape[4]), stream.x.dtype)
-    empty = jax.tree.map(jnp.zeros_like, stream)
-    shared = Shared(stream, empty, projected, attended, like(layers.up), S, z, jnp.zeros(1, jnp.int32))
+    dtype, size = stream.x.dtype, tiles.TEXTS
+
+    def empty(*shape: int, dtype: Any = dtype) -> Any:  # written before it is read; interpreted kernels pass it on
+        return jnp.zeros(shape, dtype) if interpret else jax.ShapeDtypeStruct(shape, dtype)
+
+    shared = Shared(
+        before=stream,
+        after=Stream(*(empty(*array.shape, dtype=array.dtype) for array in stream)),
+        projected=empty(size, layers.projections.bias.shape[-1]),
+        attended=empty(1, size * S.shape[2] * S.shape[4]),
+        hidden=empty(1, size * layers.up.bias.shape[-1]),
+        S=S,
+        z=z,
+        arrived=jnp.zeros(1, jnp.int32),
+    )
     call = functools.partial(_call, layers, keep=keep.astype(jnp.float32), eps=eps, interpret=interpret)
     if interpret:  # programs come one after the other: each stage of a layer is a kernel
         for layer in range(len(S)):
@@ -100,20 +110,21 @@ def run_layers(
 def _call(layers: Layer, kernel: Callable, shared: Shared, *, keep: Array, eps: float, interpret: bool) -> Shared:
     weights, of_weights = jax.tree.flatten(layers)
     arrays, of_arrays = jax.tree.flatten(shared)
+    given = [number for number, array in enumerate(arrays) if not isinstance(array, jax.ShapeDtypeStruct)]
 
     def body(*refs):
-        given, keep, outputs = refs[: len(weights)], refs[len(weights)], refs[-len(arrays) :]  # inputs are the outputs
-        program = Program(of_weights.unflatten(given), of_arrays.unflatten(outputs), keep, eps)
+        outputs = of_arrays.unflatten(refs[-len(arrays) :])  # those that are given are the same memory
+        program = Program(of_weights.unflatten(refs[: len(weights)]), outputs, refs[len(weights)], eps)
         kernel(program)
 
     found = pl.pallas_call(
         body,
         grid=(tiles.PROGRAMS,),
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
-        input_output_aliases={len(weights) + 1 + number: number for number in range(len(arrays))},
+        input_output_aliases={len(weights) + 1 + place: number for place, number in enumerate(given)},
         interpret=interpret,
         compiler_params=triton.CompilerParams(num_warps=tiles.WARPS, num_stages=1),
-    )(*weights, keep, *arrays)
+    )(*weights, keep, *(arrays[number] for number in given))
     return of_arrays.unflatten(found)
 
 
