@@ -94,14 +94,10 @@ class FusedModel:
         """As the model itself, for one token of each text."""
         model, texts = self._model, len(tokens)
         x = embed(model, model.embedding, tokens, state.position[:, None] + mask - 1)[:, 0]
-        stream = stream_of(x, parts=self._layers[0].out.count)
-        pasts = []
-        for block, layer, past in zip(model.blocks, self._layers, state.layers):
-            stream, past = self._layer(block, layer, stream, past, mask)
-            pasts.append(past)
-        x = tiles.texts(stream.x)[:texts]
+        x, pasts = self._all_layers(stream_of(x, parts=self._layers[0].out.count), state.layers, mask)
+        x = tiles.texts(x)[:texts]
         x = x if model.final_norm is None else model.final_norm(x)
-        return x[:, None], DecodeState(tuple(pasts), state.position + mask[:, 0], None)
+        return x[:, None], DecodeState(pasts, state.position + mask[:, 0], None)
 
     def stacked(self, state: DecodeState) -> DecodeState:
         """A model's state as this form's."""
@@ -118,6 +114,14 @@ class FusedModel:
         if self._words is None:
             return self._model.likeliest(hidden)
         return likeliest(tiles.factors(hidden), self._words, interpret=self._interpret)[: len(hidden)]
+
+    def _all_layers(self, stream: Stream, pasts: tuple, mask: Array) -> tuple[Float[Array, "groups n"], tuple]:
+        """The residual stream after them, and their states."""
+        after = []
+        for block, layer, past in zip(self._model.blocks, self._layers, pasts):
+            stream, past = self._layer(block, layer, stream, past, mask)
+            after.append(past)
+        return stream.x, tuple(after)
 
     def _layer(self, block: Block, layer: Layer, stream: Stream, past: State, mask: Array) -> tuple[Stream, State]:
         eps, attention = self._model.config.norm_eps, block.attention
@@ -316,8 +320,8 @@ class Head(NamedTuple):
 
 
 def read_head(S: Any, z: Any, keep: Any, text: Array, head: Array, layer: tuple = ()) -> Head:
-    whole = slice(None)
-    return Head(text, head, S[(*layer, text, head, whole, whole)], z[(*layer, text, head, whole)], keep[text])
+    place = (*layer, text, head)
+    return Head(text, head, S[place], z[place], keep[text])
 
 
 def attend(
@@ -332,19 +336,18 @@ def attend(
 ) -> None:
     """In a program: one text's head."""
     heads, k, d = S.shape[-3:]
-    start = 2 * heads * k
 
     def vector(first: int, size: int) -> Array:
         place = (head.text, pl.ds(first + head.head * size, size))
         return tiles.read(projected, place, turn).astype(jnp.float32)
 
-    q, key, v = vector(0, k), vector(heads * k, k) * head.keep, vector(start, d)
+    q, key, v = vector(0, k), vector(heads * k, k) * head.keep, vector(2 * heads * k, d)
     state, total = head.S + key[:, None] * v[None, :], head.z + key
     found = (q[:, None] * state).sum(0) / normalizer((q * total).sum())
     places = tiles.index(head.text % tiles.TEXTS, head.head * d + jnp.arange(d), heads * d)
     out[head.text // tiles.TEXTS, places] = found.astype(out.dtype)
-    whole = slice(None)
-    S[(*layer, head.text, head.head, whole, whole)], z[(*layer, head.text, head.head, whole)] = state, total
+    place = (*layer, head.text, head.head)
+    S[place], z[place] = state, total
 
 
 def _call(kernel: Callable, shapes: Any, grid: tuple[int, int], interpret: bool, *, aliases=None, warps: int = 0):

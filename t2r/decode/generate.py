@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Int
 
 from t2r.attention.module import State
 from t2r.decode import fused, one_kernel
-from t2r.decode.fused import FusedModel
 from t2r.decode.sampling import Sampling, choose
 from t2r.environment import available_memory
 from t2r.errors import InputError
@@ -25,7 +24,7 @@ PREFILL_CHUNK = 256
 class Fast(NamedTuple):
     """A faster form of some models' steps, on some devices."""
 
-    form: type[FusedModel]
+    form: type[fused.FusedModel]
     available: Callable[[LanguageModel, int], bool]  # for so many texts
 
 
@@ -112,7 +111,7 @@ def _prefill(graph, arrays, state: DecodeState, tokens: Array, mask: Array) -> D
     return nnx.merge(graph, arrays)(tokens, state=state, mask=mask)[1]
 
 
-def step(model: LanguageModel | FusedModel, generation: Generation, sampling: Sampling, end: Ends) -> Generation:
+def step(model: LanguageModel | fused.FusedModel, generation: Generation, sampling: Sampling, end: Ends) -> Generation:
     """One more token for each text; texts that are done repeat their end, and their state stays."""
     ends = ends_of(end)
     hidden, state = model(generation.last[:, None], state=generation.state, mask=~generation.done[:, None])

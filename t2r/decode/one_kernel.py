@@ -21,7 +21,7 @@ from t2r.attention.module import MergedLinearAttention
 from t2r.decode import fused, tiles
 from t2r.decode.fused import Layer, Norm, Stream
 from t2r.decode.tiles import Rows, read_tile
-from t2r.model.transformer import DecodeState, LanguageModel, embed
+from t2r.model.transformer import DecodeState, LanguageModel
 
 
 class Shared(NamedTuple):
@@ -59,16 +59,10 @@ class OneKernel(fused.FusedModel):
         super().__init__(model, interpret=interpret)
         self._stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *self._layers)
 
-    def __call__(self, tokens: Int[Array, "b 1"], *, state: DecodeState, mask: Bool[Array, "b 1"]):
-        """As the model itself, for one token of each text."""
-        model, texts = self._model, len(tokens)
-        x = embed(model, model.embedding, tokens, state.position[:, None] + mask - 1)[:, 0]
-        stream = fused.stream_of(x, parts=self._layers[0].out.count)
-        kernel = functools.partial(run_layers, eps=model.config.norm_eps, interpret=self._interpret)
-        x, S, z = kernel(self._stacked, stream, *state.layers, mask[:, 0])
-        x = tiles.texts(x)[:texts]
-        x = x if model.final_norm is None else model.final_norm(x)
-        return x[:, None], DecodeState((S, z), state.position + mask[:, 0], None)
+    def _all_layers(self, stream: Stream, pasts: tuple, mask: Array) -> tuple[Array, tuple]:
+        kernel = functools.partial(run_layers, eps=self._model.config.norm_eps, interpret=self._interpret)
+        x, *after = kernel(self._stacked, stream, *pasts, mask[:, 0])
+        return x, tuple(after)
 
     def stacked(self, state: DecodeState) -> DecodeState:
         S, z = (jnp.stack([getattr(layer, name) for layer in state.layers]) for name in ("S", "z"))
