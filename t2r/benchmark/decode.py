@@ -86,8 +86,9 @@ class Decoder:
         if key not in self._programs:
             began = time.perf_counter()
             if self._fast and not FAST[self._fast].available(self.model, batch):
-                limits = "few texts, by pre-norm language models in bfloat16, on one GPU"
-                raise InputError(f"rows of {self._fast} are for {limits}: leave them out")
+                limits = f"at most {FAST[self._fast].most} texts, by pre-norm language models in bfloat16, on one GPU"
+                given = f"{batch} texts, {self.model.config.dtype}, {jax.default_backend()}"
+                raise InputError(f"{self._fast} is for {limits}, not for this ({given}): leave its rows out")
             compiled, arrays = _compiled(self.model, shapes, steps, fast=self._fast)
             self._programs[key] = compiled, arrays, time.perf_counter() - began
         return self._programs[key]

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from t2r.attention.module import State
-from t2r.decode import fused, one_kernel
+from t2r.decode import fused, one_kernel, tiles
 from t2r.decode.sampling import Sampling, choose
 from t2r.environment import available_memory
 from t2r.errors import InputError
@@ -26,11 +26,12 @@ class Fast(NamedTuple):
 
     form: type[fused.FusedModel]
     available: Callable[[LanguageModel, int], bool]  # for so many texts
+    most: int  # texts at once
 
 
 FAST = {
-    "fused": Fast(fused.FusedModel, fused.available),
-    "one_kernel": Fast(one_kernel.OneKernel, one_kernel.available),
+    "fused": Fast(fused.FusedModel, fused.available, fused.MOST),
+    "one_kernel": Fast(one_kernel.OneKernel, one_kernel.available, tiles.TEXTS),
 }
 Ends = int | tuple[int, ...]
 
