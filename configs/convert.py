@@ -11,7 +11,7 @@ VARIANT is
 
 What to set: config.convert.features (and cross_features); config.convert.keep, layers that stay softmax (none,
 every_4th, or numbers such as 3,7); config.steps, config.data.batch and length, config.optimizer.learning_rate. The
-model brings its tokenizer. Results: results/stories15M.md; results/opus_mt.md, so far of translation before training.
+model brings its tokenizer. Results: results/stories15M.md, results/opus_mt.md.
 """
 
 from t2r.errors import InputError
