@@ -70,8 +70,8 @@ def measure_row(results: Results, asked: Asked, name: str, machine: Machine, how
     @functools.cache
     def decoder() -> Decoder:
         say(f"{name}: {shapes.config.layers} layers")
-        fast = ROWS[name].fast if name in ROWS else ""
-        return Decoder(random_model(asked.rows[name], asked.dtype), repeat_for=how.seconds, fast=fast)
+        plain = name in ROWS and ROWS[name].plain
+        return Decoder(random_model(asked.rows[name], asked.dtype), repeat_for=how.seconds, plain=plain)
 
     def find(what: str, length: int, measure: Callable[[], dict[str, Any]], **more: Any) -> None:
         results.find({"what": what, "row": name, "length": length, **asked.common, **more}, measure)

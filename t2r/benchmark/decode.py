@@ -16,7 +16,7 @@ from t2r.attention.softmax import KVCache
 from t2r.benchmark.floor import all_bytes
 from t2r.benchmark.rows import normal
 from t2r.benchmark.timing import Times, timed
-from t2r.decode.generate import FAST, Generation, scan_steps, start, state_bytes
+from t2r.decode.generate import Generation, packed, scan_steps, start, state_bytes
 from t2r.decode.sampling import Sampling
 from t2r.environment import available_memory
 from t2r.errors import InputError
@@ -55,49 +55,52 @@ class DoesNotFit(InputError):
 def measure(model: LanguageModel, length: int, *, batch: int = 16, repeat_for: float = 2.0) -> DecodeSpeed:
     """Generates `length` tokens for each of `batch` texts, again and again until `repeat_for` seconds have passed."""
     prompts = [[0]] * batch
-    began = time.perf_counter()
-    compiled, arrays = _compiled(model, start(model, prompts, length), length)
-    compile_seconds = time.perf_counter() - began
+    program = Program.of(model, start(model, prompts, length), length, packed(model, batch))
     begin = lambda: start(model, prompts, length)  # noqa: E731
-    times = timed(lambda given: compiled(arrays, given), prepare=begin, repeat_for=repeat_for, least=1, warm_up=0)
+    times = timed(program, prepare=begin, repeat_for=repeat_for, least=1, warm_up=0)
     size = state_bytes(model, batch, length)
-    return DecodeSpeed(length, batch, times.seconds, times.spread, compile_seconds, size, length)
+    return DecodeSpeed(length, batch, times.seconds, times.spread, program.compile_seconds, size, length)
 
 
-def _compiled(
-    model: LanguageModel, generation: Generation, steps: int, *, fast: str = ""
-) -> tuple[jax.stages.Compiled, Any]:
-    graph, arrays = nnx.split(model)
-    return scan_steps.lower(graph, arrays, generation, steps, Sampling(), NO_END, fast).compile(), arrays
+class Program(NamedTuple):
+    """A compiled loop, and what it is given besides texts."""
+
+    compiled: jax.stages.Compiled
+    arrays: Any
+    packed: Any  # None: by the model itself
+    compile_seconds: float
+
+    @classmethod
+    def of(cls, model: LanguageModel, generation: Generation, steps: int, matrices: Any) -> "Program":
+        began, (graph, arrays) = time.perf_counter(), nnx.split(model)
+        compiled = scan_steps.lower(graph, arrays, generation, steps, Sampling(), NO_END, matrices).compile()
+        return cls(compiled, arrays, matrices, time.perf_counter() - began)
+
+    def __call__(self, generation: Generation) -> tuple[Generation, jax.Array]:
+        return self.compiled(self.arrays, generation, self.packed)
 
 
 class Decoder:
     """A model whose decoding is measured at several lengths; a program that serves several is compiled once."""
 
-    def __init__(self, model: LanguageModel, *, repeat_for: float = 2.0, fast: str = ""):
-        self.model, self.repeat_for, self._fast = model, repeat_for, fast
+    def __init__(self, model: LanguageModel, *, repeat_for: float = 2.0, plain: bool = False):
+        self.model, self.repeat_for, self._plain = model, repeat_for, plain
         self.translates = bool(model.config.encoder_layers)
-        self._programs: dict[Any, tuple[jax.stages.Compiled, Any, float]] = {}
+        self._programs: dict[Any, Program] = {}
 
-    def program(self, batch: int, length: int, steps: int) -> tuple[jax.stages.Compiled, Any, float]:
-        """The compiled loop, the arrays it is given first, and the seconds it took to compile."""
+    def program(self, batch: int, length: int, steps: int) -> Program:
         shapes = generation_of_shapes(self.model, batch, length)
         key = steps, *(leaf.shape for leaf in jax.tree.leaves(shapes))
         if key not in self._programs:
-            began = time.perf_counter()
-            if self._fast and not FAST[self._fast].available(self.model, batch):
-                limits = f"at most {FAST[self._fast].most} texts, by pre-norm language models in bfloat16, on one GPU"
-                given = f"{batch} texts, {self.model.config.dtype}, {jax.default_backend()}"
-                raise InputError(f"{self._fast} is for {limits}, not for this ({given}): leave its rows out")
-            compiled, arrays = _compiled(self.model, shapes, steps, fast=self._fast)
-            self._programs[key] = compiled, arrays, time.perf_counter() - began
+            matrices = None if self._plain else packed(self.model, batch)
+            self._programs[key] = Program.of(self.model, shapes, steps, matrices)
         return self._programs[key]
 
     def steps(self, batch: int, length: int, steps: int, *, whole: bool = False) -> DecodeSpeed:
         """The last `steps` steps of texts of this length; with `whole`, all of them."""
         steps = length if whole else min(steps, length)
-        compiled, arrays, compile_seconds = self.program(batch, length, steps)
-        check_fits(compiled, already=all_bytes(arrays))
+        program = self.program(batch, length, steps)
+        check_fits(program.compiled, already=all_bytes((program.arrays, program.packed)))
         generation = filled(generation_of_shapes(self.model, batch, length))
         size = attention_bytes(generation.state)
 
@@ -106,12 +109,12 @@ class Decoder:
 
         def run(given: Generation) -> jax.Array:
             nonlocal generation
-            generation, tokens = compiled(arrays, given)
+            generation, tokens = program(given)
             return tokens
 
         few = dict(least=3, warm_up=0) if whole else {}
         times = timed(run, prepare=rewind, repeat_for=self.repeat_for, **few)
-        return DecodeSpeed(length, batch, times.seconds, times.spread, compile_seconds, size, steps)
+        return DecodeSpeed(length, batch, times.seconds, times.spread, program.compile_seconds, size, steps)
 
     def encoding(self, batch: int, length: int) -> Times:
         """Reading sources of this length: the encoder, and what each layer of the decoder keeps of it."""
@@ -127,9 +130,9 @@ class Decoder:
         prompts = [[0] * (length + 1)] * batch  # the last token waits for the first step
         return timed(lambda _: start(self.model, prompts, 1), repeat_for=self.repeat_for, least=3)
 
-    def largest_batch(self, length: int, steps: int, *, like: int = 16, attempts: int = 6) -> tuple[DecodeSpeed, int]:
+    def largest_batch(self, length: int, steps: int, *, like: int = 128, attempts: int = 6) -> tuple[DecodeSpeed, int]:
         """The speed at the largest batch that runs, and the batch predicted from the program of a small one."""
-        compiled, arrays, _ = self.program(like, length, min(steps, length))
+        compiled, arrays, _, _ = self.program(like, length, min(steps, length))
         free, weights = available_memory(), all_bytes(arrays)
         if free is None:
             raise DoesNotFit("nobody says how much memory is free")

@@ -30,7 +30,7 @@ STEPS = 2  # a loop, as in decoding
 
 def measure_rows(results: Results, asked: Asked) -> None:
     """All models at all lengths, those that need least first: a device reports the highest peak so far."""
-    decoders = {name: Decoder(model_of_shapes(config, asked.dtype)) for name, config in asked.rows.items()}
+    decoders = {name: Decoder(model_of_shapes(config, asked.dtype), plain=True) for name, config in asked.rows.items()}
 
     def needs(pair: tuple[str, int]) -> int:
         model = decoders[pair[0]].model
@@ -45,7 +45,7 @@ def measure_rows(results: Results, asked: Asked) -> None:
 def measure_state(decoder: Decoder, batch: int, length: int) -> dict[str, Any]:
     """One model of shapes at one length: counted, compiled, and run where the device reports its memory."""
     config = decoder.model.config
-    compiled, arrays, compile_seconds = decoder.program(batch, length, min(STEPS, length))
+    compiled, _, _, compile_seconds = decoder.program(batch, length, min(STEPS, length))
     generation = generation_of_shapes(decoder.model, batch, length)
     memory = compiled.memory_analysis()
     found = {
@@ -74,7 +74,7 @@ def _on_device(compiled: jax.stages.Compiled, arrays: Any, shapes: Any, length: 
     before = jax.devices()[0].memory_stats()["bytes_in_use"]
     generation = jax.block_until_ready(rewound(filled(shapes), length - min(STEPS, length)))
     taken = jax.devices()[0].memory_stats()["bytes_in_use"] - before
-    jax.block_until_ready(compiled(arrays, generation))
+    jax.block_until_ready(compiled(arrays, generation, None))
     return {"device_bytes": taken, "device_peak_bytes": jax.devices()[0].memory_stats().get("peak_bytes_in_use")}
 
 

@@ -21,20 +21,18 @@ class Row(NamedTuple):
     feature_map: str | None = None  # None: softmax stays
     keep: str = "none"
     merged: bool = False
-    fast: str = ""  # one of `t2r.decode.generate.FAST`
+    plain: bool = False  # the model's own step, also where there are kernels for it
 
 
 ROWS = {
     "transformer": Row("transformer"),
     "t2r": Row("T2R", "t2r", merged=True),
-    "t2r_fused": Row("T2R, fused", "t2r", merged=True, fast="fused"),
-    "t2r_one_kernel": Row("T2R, one kernel", "t2r", merged=True, fast="one_kernel"),
-    "transformer_fused": Row("transformer, fused", fast="fused"),
-    "t2r_75_fused": Row("T2R 75%, fused", "t2r", keep="every_4th", merged=True, fast="fused"),
     "t2r_unmerged": Row("T2R, φ not merged", "t2r"),
     "t2r_75": Row("T2R 75%", "t2r", keep="every_4th", merged=True),
     "elu": Row("ELU", "elu"),
     "rfa": Row("RFA", "rfa"),
+    "transformer_plain": Row("transformer, without kernels", plain=True),
+    "t2r_plain": Row("T2R, without kernels", "t2r", merged=True, plain=True),
 }
 AS_IT_IS = "model"  # the row of an architecture that is not to be changed
 

@@ -7,7 +7,8 @@ python -m t2r benchmark decode --preset=paper_mt ...         (sources as long as
 python -m t2r benchmark decode --model=DIRECTORY ...         (its architecture; --rows=model for it as it is)
 python -m t2r benchmark decode --preset=paper_mt --topology=v2:2x2 ...    (the TPU compiler's estimate; nothing is run)
 
-On a GPU, rows ending in _fused (transformer, t2r, t2r_75) and t2r_one_kernel decode by fewer kernels.
+On a GPU, transformers and T2R decode by few kernels for each layer, up to 64 texts, pre-norm language models and
+bfloat16; rows transformer_plain and t2r_plain are without them.
 
 Greedy, unconditional, with random weights. Each step of one length costs the same: --steps of them at the end of a text
 are timed, or with --whole all. The floor is the bytes of weights and state that a step reads and writes, over the

@@ -25,6 +25,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the sampling; a loaded state ha
 _SAVE = flags.DEFINE_string("save_state", None, "File to keep the state in, to go on later.")
 _LOAD = flags.DEFINE_string("load_state", None, "File to go on from; the prompt, if any, is added to it.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
+_KERNELS = flags.DEFINE_enum("kernels", "auto", ["auto", "off"], "off: by the model's own step, also on a GPU.")
 
 
 def main() -> dict[str, Any]:
@@ -37,7 +38,7 @@ def main() -> dict[str, Any]:
     from t2r.errors import InputError
 
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
-    model, tokenizer, _ = model_dir.load(_MODEL.value, dtype=_DTYPE.value)
+    model, tokenizer, _ = model_dir.load(_MODEL.value, dtype=_DTYPE.value, kernels=_KERNELS.value)
     encoded = [tokenizer.encode(prompt) for prompt in _PROMPT.value]
     if _LOAD.value:
         generation = load_generation(Path(_LOAD.value), model)

@@ -2,7 +2,8 @@
 
 A recurrent step is small. Left to itself it is some fifteen kernels for each layer, most of them shorter than the time
 it takes to start them. Here a norm and the products after it are one kernel, a product and the residual stream after it
-another, and the recurrent step between them the third. Factors are kept as `tiles` has them.
+another, and the recurrent step between them the third. Factors are kept as `tiles` has them, and each kernel asks the
+cache for those of the next.
 
 For what gains most: language models with norms before, plain feed-forwards, and softmax or merged T2R attention without
 rotation. It equals the model's own step, which stays the one to read.
@@ -23,7 +24,8 @@ from t2r.attention.kernels.blocks import is_alone
 from t2r.attention.linear import LinearState
 from t2r.attention.module import MergedLinearAttention, SoftmaxAttention, State
 from t2r.decode import tiles
-from t2r.decode.tiles import Rows, Tile, pack, read_tile
+from t2r.decode.prefetch import prefetch
+from t2r.decode.tiles import Rows, pack, read_tile
 from t2r.model.embedding import PlainEmbedding
 from t2r.model.transformer import Block, DecodeState, LanguageModel, embed
 
@@ -35,6 +37,13 @@ class Layer(NamedTuple):
     out: Rows
     up: Rows
     down: Rows
+
+
+class Packed(NamedTuple):
+    """A model's matrices, in the order in which the kernels read them."""
+
+    layers: tuple[Layer, ...]
+    words: Rows | None  # None: the model's own embedding says which is likeliest
 
 
 class Stream(NamedTuple):
@@ -75,67 +84,71 @@ def _is_power(size: int, least: int) -> bool:
 
 
 def available(model: LanguageModel, texts: int) -> bool:
-    """Whether to use them, here: on a GPU alone, for few texts."""
+    """Whether to use them, here: on one NVIDIA GPU, for few texts."""
     config = model.config
-    here = jax.default_backend() == "gpu" and is_alone() and config.kernels != "off"
+    here = "NVIDIA" in jax.devices()[0].device_kind and is_alone() and config.kernels != "off"
     return here and texts <= MOST and config.dtype == "bfloat16" and suits(model)
+
+
+def pack_model(model: LanguageModel) -> Packed:
+    """All that a step reads of it, once more."""
+    dtype, config = jnp.dtype(model.config.dtype), model.config
+    plain = isinstance(model.embedding, PlainEmbedding) and config.vocab_size * config.width < 2**31  # as Triton counts
+    words = pack(*_words(model.embedding), dtype) if plain else None
+    return Packed(tuple(pack_layer(block, dtype) for block in model.blocks), words)
 
 
 class FusedModel:
     """A model that decodes by the kernels; its state is the model's own."""
 
-    def __init__(self, model: LanguageModel, *, interpret: bool = False):
-        dtype = jnp.dtype(model.config.dtype)
-        self._model, self._interpret = model, interpret
-        self._layers = [pack_layer(block, dtype) for block in model.blocks]  # once, not at each step
-        self._words = pack(*_words(model.embedding), dtype) if isinstance(model.embedding, PlainEmbedding) else None
+    def __init__(self, model: LanguageModel, packed: Packed, *, interpret: bool = False):
+        self._model, self._packed, self._interpret = model, packed, interpret
 
     def __call__(self, tokens: Int[Array, "b 1"], *, state: DecodeState, mask: Bool[Array, "b 1"]):
         """As the model itself, for one token of each text."""
-        model, texts = self._model, len(tokens)
+        model, layers, texts = self._model, self._packed.layers, len(tokens)
         x = embed(model, model.embedding, tokens, state.position[:, None] + mask - 1)[:, 0]
-        x, pasts = self._all_layers(stream_of(x, parts=self._layers[0].out.count), state.layers, mask)
-        x = tiles.texts(x)[:texts]
+        stream, pasts = stream_of(x, parts=layers[0].out.count), []
+        for block, layer, past, then in zip(model.blocks, layers, state.layers, [*layers[1:], None]):
+            stream, past = self._layer(block, layer, stream, past, mask, self._first_matrix(then))
+            pasts.append(past)
+        x = tiles.texts(stream.x)[:texts]
         x = x if model.final_norm is None else model.final_norm(x)
-        return x[:, None], DecodeState(pasts, state.position + mask[:, 0], None)
-
-    def stacked(self, state: DecodeState) -> DecodeState:
-        """A model's state as this form's."""
-        return state
-
-    def unstacked(self, state: DecodeState) -> DecodeState:
-        """And back."""
-        return state
+        return x[:, None], DecodeState(tuple(pasts), state.position + mask[:, 0], None)
 
     def scores(self, hidden: Array) -> Array:
         return self._model.scores(hidden)
 
     def likeliest(self, hidden: Float[Array, "b width"]) -> Int[Array, "b"]:
-        if self._words is None:
+        if self._packed.words is None:
             return self._model.likeliest(hidden)
-        return likeliest(tiles.factors(hidden), self._words, interpret=self._interpret)[: len(hidden)]
+        return likeliest(tiles.factors(hidden), self._packed.words, interpret=self._interpret)[: len(hidden)]
 
-    def _all_layers(self, stream: Stream, pasts: tuple, mask: Array) -> tuple[Float[Array, "groups n"], tuple]:
-        """The residual stream after them, and their states."""
-        after = []
-        for block, layer, past in zip(self._model.blocks, self._layers, pasts):
-            stream, past = self._layer(block, layer, stream, past, mask)
-            after.append(past)
-        return stream.x, tuple(after)
+    def _first_matrix(self, layer: Layer | None) -> Array | None:
+        """Of a layer, or of what comes after the last."""
+        rows = self._packed.words if layer is None else layer.projections
+        return None if rows is None else rows.tiles
 
-    def _layer(self, block: Block, layer: Layer, stream: Stream, past: State, mask: Array) -> tuple[Stream, State]:
+    def _layer(
+        self, block: Block, layer: Layer, stream: Stream, past: State, mask: Array, then: Array | None
+    ) -> tuple[Stream, State]:
+        """One layer. Each kernel asks for what the next one reads, the last for `then`."""
         eps, attention = self._model.config.norm_eps, block.attention
         kernel = dict(interpret=self._interpret)
         is_linear = isinstance(attention, MergedLinearAttention)
         features = attention.shape.heads * past.z.shape[-1] if is_linear else 0
-        projected = normed_product(stream, layer.projections, eps, relu_before=2 * features, in_rows=True, **kernel)
+        out, down = layer.out.tiles, layer.down.tiles
+        ahead = past.S if is_linear else out
+        projected = normed_product(
+            stream, layer.projections, eps, relu_before=2 * features, in_rows=True, then=ahead, **kernel
+        )
         if is_linear:
-            attended, past = linear_step(projected, past, mask[:, 0], attention.normalizer, **kernel)
+            attended, past = linear_step(projected, past, mask[:, 0], attention.normalizer, then=out, **kernel)
         else:
             attended, past = _softmax_step(attention, projected, past, mask)
-        stream = added_product(stream.x, attended, layer.out, **kernel)
-        hidden = normed_product(stream, layer.up, eps, relu_before=len(layer.up.bias), **kernel)
-        return added_product(stream.x, hidden, layer.down, **kernel), past
+        stream = added_product(stream.x, attended, layer.out, then=layer.up.tiles, **kernel)
+        hidden = normed_product(stream, layer.up, eps, relu_before=len(layer.up.bias), then=down, **kernel)
+        return added_product(stream.x, hidden, layer.down, then=then, **kernel), past
 
 
 def _softmax_step(attention: Any, projected: Array, past: softmax.KVCache, mask: Array) -> tuple[Array, State]:
@@ -192,50 +205,36 @@ def _after(norm: Any, rows: Array, bias: Array) -> tuple[Array, Array]:
 
 
 def normed_product(
-    stream: Stream, rows: Rows, eps: float, *, relu_before: int, in_rows: bool = False, interpret: bool = False
+    stream: Stream,
+    rows: Rows,
+    eps: float,
+    *,
+    relu_before: int,
+    in_rows: bool = False,
+    then: Array | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "groups n"]:
     """rows · norm(x) + bias, of which the first outputs go through a relu; as factors, or a text in each row."""
-    groups, outputs = len(stream.x), len(rows.bias)
-    norm = Norm(eps, relu_before)
+    groups, outputs, width = len(stream.x), len(rows.bias), stream.x.shape[1] // tiles.TEXTS
 
-    def kernel(x, sums, squares, numbers, of_rows, bias, out):
+    def normed_product(x, sums, squares, numbers, of_rows, bias, *then_and_out):
+        *then, out = then_and_out
         here, group = Rows(numbers, of_rows, bias), pl.program_id(1)
         tile = read_tile(here, pl.program_id(0))
-        found = multiply_normed(Stream(x, sums, squares), group, here, tile, norm)
-        put = put_in_rows if in_rows else put_as_factors
-        put(out, group, tile, found)
+        _prefetch(then, pl.program_id(0), rows.count)
+        factors, moments = tiles.read_factors(x, group, here), [part[_texts(group), :] for part in (sums, squares)]
+        found = tiles.product(factors, tile)
+        mean, square = (parts.sum(1, keepdims=True) / width for parts in moments)
+        found = (found - mean * tile.sums) * jax.lax.rsqrt(square - mean**2 + eps) + tile.bias
+        found = jnp.where(tile.rows < relu_before, jnp.maximum(found, 0.0), found).astype(out.dtype)
+        if in_rows:
+            out[_texts(group), pl.ds(tile.first, len(tile.bias))] = found
+        else:
+            out[group, tiles.indices(tile.rows, outputs)] = found
 
     shape = (groups * tiles.TEXTS, outputs) if in_rows else (groups, tiles.TEXTS * outputs)
     shape = jax.ShapeDtypeStruct(shape, stream.x.dtype)
-    return _call(kernel, shape, (rows.count, groups), interpret)(*stream, *rows)
-
-
-class Norm(NamedTuple):
-    """What stands before a product, and after it."""
-
-    eps: float
-    relu_before: int  # outputs up to here go through a relu
-
-
-def multiply_normed(
-    stream: Stream, group: Array, rows: Rows, tile: Tile, norm: Norm, turn: Array | None = None
-) -> Float[Array, "texts rows"]:
-    """In a program: the outputs of a tile."""
-    numbers = tiles.read_factors(stream.x, group, rows, turn)
-    moments = [tiles.read(parts, (_texts(group), slice(None)), turn) for parts in (stream.sums, stream.squares)]
-    found = tiles.product(numbers, tile, turn)
-    width = stream.x.shape[1] // tiles.TEXTS
-    mean, square = (parts.sum(1, keepdims=True) / width for parts in moments)
-    found = (found - mean * tile.sums) * jax.lax.rsqrt(square - mean**2 + norm.eps) + tile.bias
-    return jnp.where(tile.rows < norm.relu_before, jnp.maximum(found, 0.0), found)
-
-
-def put_in_rows(out: Any, group: Array, tile: Tile, found: Array) -> None:
-    out[_texts(group), pl.ds(tile.first, len(tile.bias))] = found.astype(out.dtype)
-
-
-def put_as_factors(out: Any, group: Array, tile: Tile, found: Array) -> None:
-    out[group, tiles.indices(tile.rows, out.shape[1] // tiles.TEXTS)] = found.astype(out.dtype)
+    return _call(normed_product, shape, (rows.count, groups), interpret)(*stream, *rows, *_given(then, interpret))
 
 
 def _texts(group: Array) -> Any:
@@ -243,48 +242,60 @@ def _texts(group: Array) -> Any:
 
 
 def added_product(
-    x: Float[Array, "groups n"], inputs: Float[Array, "groups m"], rows: Rows, *, interpret: bool = False
+    x: Float[Array, "groups n"],
+    inputs: Float[Array, "groups m"],
+    rows: Rows,
+    *,
+    then: Array | None = None,
+    interpret: bool = False,
 ) -> Stream:
     """x + rows · inputs + bias; both are factors."""
 
-    def kernel(x, inputs, numbers, of_rows, bias, out, sums, squares):
+    def added_product(x, inputs, numbers, of_rows, bias, *then_and_outs):
+        *then, out, sums, squares = then_and_outs
         here, number, group = Rows(numbers, of_rows, bias), pl.program_id(0), pl.program_id(1)
         tile = read_tile(here, number)
-        multiply_and_add(x, inputs, group, here, tile, number, Stream(out, sums, squares))
+        _prefetch(then, number, rows.count)
+        places = tiles.indices(tile.rows, x.shape[1] // tiles.TEXTS)
+        factors, before = tiles.read_factors(inputs, group, here), x[group, places].astype(jnp.float32)
+        found = (before + tiles.product(factors, tile) + tile.bias).astype(out.dtype)
+        out[group, places] = found
+        found = found.astype(jnp.float32)
+        sums[_texts(group), number], squares[_texts(group), number] = found.sum(1), (found**2).sum(1)
 
     part = jax.ShapeDtypeStruct((len(x) * tiles.TEXTS, rows.count), jnp.float32)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype), part, part]
-    return Stream(*_call(kernel, shapes, (rows.count, len(x)), interpret)(x, inputs, *rows))
-
-
-def multiply_and_add(
-    x: Any, inputs: Any, group: Array, rows: Rows, tile: Tile, number: Array, out: Stream, turn: Array | None = None
-) -> None:
-    """In a program: the residual stream's columns that are a tile's outputs, and their part of the next norm's sums."""
-    places = tiles.indices(tile.rows, x.shape[1] // tiles.TEXTS)
-    numbers, before = tiles.read_factors(inputs, group, rows, turn), tiles.read(x, (group, places), turn)
-    found = before.astype(jnp.float32) + tiles.product(numbers, tile, turn) + tile.bias
-    found = found.astype(out.x.dtype)
-    out.x[group, places] = found
-    found = found.astype(jnp.float32)
-    out.sums[_texts(group), number], out.squares[_texts(group), number] = found.sum(1), (found**2).sum(1)
+    return Stream(
+        *_call(added_product, shapes, (rows.count, len(x)), interpret)(x, inputs, *rows, *_given(then, interpret))
+    )
 
 
 def likeliest(x: Float[Array, "groups n"], rows: Rows, *, interpret: bool = False) -> Int[Array, "texts"]:
-    """The first row of which rows · x + bias is largest."""
+    """The first row of which rows · x + bias is largest: that of each tile, and then of all."""
+    last, count = len(rows.bias) - 1, pl.next_power_of_2(rows.count)
 
-    def kernel(x, numbers, of_rows, bias, most, which):
+    def likeliest_of_tiles(x, numbers, of_rows, bias, most, which):
         here, number, group = Rows(numbers, of_rows, bias), pl.program_id(0), pl.program_id(1)
         tile = read_tile(here, number)
         found = tiles.product(tiles.read_factors(x, group, here), tile) + tile.bias
-        largest = found.max(1)
-        row = jnp.where(found == largest[:, None], tile.rows[None, :], len(rows.bias) - 1)
-        most[_texts(group), number], which[_texts(group), number] = largest, row.min(1)
+        most[_texts(group), number], which[_texts(group), number] = _largest(found, tile.rows[None, :], last)
 
-    sizes = (len(x) * tiles.TEXTS, rows.count)
-    shapes = [jax.ShapeDtypeStruct(sizes, dtype) for dtype in (jnp.float32, jnp.int32)]
-    most, which = _call(kernel, shapes, (rows.count, len(x)), interpret)(x, *rows)
-    return jnp.take_along_axis(which, jnp.argmax(most, 1)[:, None], 1)[:, 0]
+    def likeliest_of_all(most, which, out):
+        text = pl.program_id(0)
+        there = jnp.arange(count) < rows.count  # beyond is what nobody has written
+        found = jnp.where(there, most[text], -jnp.inf)
+        out[text] = _largest(found, jnp.where(there, which[text], last), last)[1]
+
+    texts = len(x) * tiles.TEXTS
+    shapes = [jax.ShapeDtypeStruct((texts, count), dtype) for dtype in (jnp.float32, jnp.int32)]
+    tops = _call(likeliest_of_tiles, shapes, (rows.count, len(x)), interpret)(x, *rows)
+    return _call(likeliest_of_all, jax.ShapeDtypeStruct((texts,), jnp.int32), (texts,), interpret, warps=4)(*tops)
+
+
+def _largest(found: Float[Array, "*b n"], names: Int[Array, "*b n"], none: int) -> tuple[Array, Array]:
+    """The largest of each row, and the first name of those that are."""
+    largest = found.max(-1)
+    return largest, jnp.where(found == largest[..., None], names, none).min(-1)
 
 
 def linear_step(
@@ -293,66 +304,48 @@ def linear_step(
     keep: Bool[Array, "b"],
     normalizer: Normalizer,
     *,
+    then: Array | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "groups n"], LinearState]:
     """S and z of each text's head take in a key and a value, and are read by a query; not of texts that have ended."""
-    texts, heads, _, d = past.S.shape
+    texts, heads, k, d = past.S.shape
 
-    def kernel(projected, keep, S, z, out, new_S, new_z):
-        head = read_head(S, z, keep, pl.program_id(0), pl.program_id(1))
-        attend(projected, head, out, new_S, new_z, normalizer)
+    def linear_step(projected, keep, S, z, *then_and_outs):
+        *then, out, new_S, new_z = then_and_outs
+        text, head = place = pl.program_id(0), pl.program_id(1)
+        _prefetch(then, text * heads + head, texts * heads)
+
+        def vector(first: int, size: int) -> Array:
+            return projected[text, pl.ds(first + head * size, size)].astype(jnp.float32)
+
+        q, key, v = vector(0, k), vector(heads * k, k) * keep[text], vector(2 * heads * k, d)
+        state, total = S[place] + key[:, None] * v[None, :], z[place] + key
+        found = (q[:, None] * state).sum(0) / normalizer((q * total).sum())
+        places = tiles.index(text % tiles.TEXTS, head * d + jnp.arange(d), heads * d)
+        out[text // tiles.TEXTS, places] = found.astype(out.dtype)
+        new_S[place], new_z[place] = state, total
 
     shapes = [jax.ShapeDtypeStruct((len(projected) // tiles.TEXTS, tiles.TEXTS * heads * d), projected.dtype)]
     shapes += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (past.S, past.z)]
-    call = _call(kernel, shapes, (texts, heads), interpret, aliases={2: 1, 3: 2}, warps=4)
-    out, S, z = call(projected, keep.astype(jnp.float32), past.S, past.z)
+    call = _call(linear_step, shapes, (texts, heads), interpret, aliases={2: 1, 3: 2}, warps=4)
+    out, S, z = call(projected, keep.astype(jnp.float32), past.S, past.z, *_given(then, interpret))
     return out, LinearState(S, z)
 
 
-class Head(NamedTuple):
-    """A text's head before a step, in a program."""
-
-    text: Array
-    head: Array
-    S: Float[Array, "k d"]
-    z: Float[Array, "k"]
-    keep: Array  # 1, or 0 of texts that have ended
+def _given(then: Array | None, interpret: bool) -> list[Array]:
+    """What there is to ask for ahead; interpreted kernels have no cache."""
+    return [] if then is None or interpret else [then]
 
 
-def read_head(S: Any, z: Any, keep: Any, text: Array, head: Array, layer: tuple = ()) -> Head:
-    place = (*layer, text, head)
-    return Head(text, head, S[place], z[place], keep[text])
+def _prefetch(then: Any, program: Array, programs: int) -> None:
+    for ref in then:
+        prefetch(ref, program, programs)
 
 
-def attend(
-    projected: Any,
-    head: Head,
-    out: Any,
-    S: Any,
-    z: Any,
-    normalizer: Normalizer,
-    layer: tuple = (),
-    turn: Array | None = None,
-) -> None:
-    """In a program: one text's head."""
-    heads, k, d = S.shape[-3:]
-
-    def vector(first: int, size: int) -> Array:
-        place = (head.text, pl.ds(first + head.head * size, size))
-        return tiles.read(projected, place, turn).astype(jnp.float32)
-
-    q, key, v = vector(0, k), vector(heads * k, k) * head.keep, vector(2 * heads * k, d)
-    state, total = head.S + key[:, None] * v[None, :], head.z + key
-    found = (q[:, None] * state).sum(0) / normalizer((q * total).sum())
-    places = tiles.index(head.text % tiles.TEXTS, head.head * d + jnp.arange(d), heads * d)
-    out[head.text // tiles.TEXTS, places] = found.astype(out.dtype)
-    place = (*layer, head.text, head.head)
-    S[place], z[place] = state, total
-
-
-def _call(kernel: Callable, shapes: Any, grid: tuple[int, int], interpret: bool, *, aliases=None, warps: int = 0):
+def _call(kernel: Callable, shapes: Any, grid: tuple[int, ...], interpret: bool, *, aliases=None, warps: int = 0):
     return pl.pallas_call(
         kernel,
+        name=kernel.__name__,  # in profiles
         grid=grid,
         out_shape=shapes,
         input_output_aliases=aliases or {},

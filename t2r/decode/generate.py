@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from t2r.attention.module import State
-from t2r.decode import fused, one_kernel, tiles
+from t2r.decode import fused
 from t2r.decode.sampling import Sampling, choose
 from t2r.environment import available_memory
 from t2r.errors import InputError
@@ -21,18 +21,6 @@ from t2r.model.transformer import DecodeState, LanguageModel, Seq2Seq, check_len
 PREFILL_CHUNK = 256
 
 
-class Fast(NamedTuple):
-    """A faster form of some models' steps, on some devices."""
-
-    form: type[fused.FusedModel]
-    available: Callable[[LanguageModel, int], bool]  # for so many texts
-    most: int  # texts at once
-
-
-FAST = {
-    "fused": Fast(fused.FusedModel, fused.available, fused.MOST),
-    "one_kernel": Fast(one_kernel.OneKernel, one_kernel.available, tiles.TEXTS),
-}
 Ends = int | tuple[int, ...]
 
 
@@ -127,23 +115,35 @@ def step(model: LanguageModel | fused.FusedModel, generation: Generation, sampli
     return Generation(state, token, generation.done | ended, jax.random.key_data(key))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5, 6), donate_argnums=2)
+def packed(model: LanguageModel, texts: int) -> fused.Packed | None:
+    """What `scan_steps` takes to decode by few kernels; None where there are none for it."""
+    return _pack(*nnx.split(model)) if fused.available(model, texts) else None
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _pack(graph, arrays) -> fused.Packed:
+    return fused.pack_model(nnx.merge(graph, arrays))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5), donate_argnums=2)
 def scan_steps(
-    graph, arrays, generation: Generation, count: int, sampling: Sampling, end: Ends, fast: str = ""
+    graph,
+    arrays,
+    generation: Generation,
+    count: int,
+    sampling: Sampling,
+    end: Ends,
+    packed: fused.Packed | None = None,
 ) -> tuple[Generation, Int[Array, "count b"]]:
-    """`count` steps in one compiled loop, by one of the `FAST` forms where that is `available`."""
+    """`count` steps in one compiled loop, of the model itself or by the kernels for what is `packed`."""
     model = nnx.merge(graph, arrays)
-    form = FAST[fast].form(model) if fast else None
+    form = fused.FusedModel(model, packed) if packed else model
 
     def one(generation, _):
-        generation = step(form or model, generation, sampling, end)
+        generation = step(form, generation, sampling, end)
         return generation, generation.last
 
-    if form is None:
-        return jax.lax.scan(one, generation, length=count)
-    generation = generation._replace(state=form.stacked(generation.state))
-    generation, tokens = jax.lax.scan(one, generation, length=count)
-    return generation._replace(state=form.unstacked(generation.state)), tokens
+    return jax.lax.scan(one, generation, length=count)
 
 
 def go_on(
@@ -164,10 +164,10 @@ def go_on(
     check_memory(model, len(generation.done), int(generation.state.position.max()) + length)
     generation = generation._replace(state=grow(generation.state, length))
     graph, arrays = nnx.split(model)
-    pieces = []
+    matrices, pieces = packed(model, len(generation.done)), []
     for first in range(0, length, segment):
         count = min(segment, length - first)
-        generation, tokens = scan_steps(graph, arrays, generation, count, sampling, end)
+        generation, tokens = scan_steps(graph, arrays, generation, count, sampling, end, matrices)
         pieces.append(np.asarray(tokens).T)
         if on_tokens is not None:
             on_tokens(pieces[-1])

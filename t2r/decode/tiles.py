@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 from t2r.decode.warps import add_product_by_warps
@@ -24,26 +23,26 @@ class Rows(NamedTuple):
     """A matrix with an output in each row, in tiles for one program each, and what belongs to its rows, in float32.
 
     The scale and bias of a norm before it are part of it: of the product with a normed x they leave
-    (x · rowᵀ − mean · Σ row) / deviation + bias. The same for references to these arrays, of one layer or of several.
+    (x · rowᵀ − mean · Σ row) / deviation + bias. The same for references to these arrays.
     """
 
-    tiles: Float[Array, "*layers tiles parts size"]
-    sums: Float[Array, "*layers n"]
-    bias: Float[Array, "*layers n"]
+    tiles: Float[Array, "tiles parts size"]
+    sums: Float[Array, "n"]
+    bias: Float[Array, "n"]
 
     @property
     def per_tile(self) -> int:
-        return self.bias.shape[-1] // self.count
+        return self.bias.shape[0] // self.count
 
     @property
     def count(self) -> int:
         """Of tiles."""
-        return self.tiles.shape[-3]
+        return self.tiles.shape[0]
 
     @property
     def columns(self) -> int:
         """Of one part."""
-        return self.tiles.shape[-1] // self.per_tile
+        return self.tiles.shape[2] // self.per_tile
 
 
 class Tile(NamedTuple):
@@ -70,11 +69,11 @@ def pack(rows: Float[Array, "n k"], bias: Float[Array, "n"], dtype) -> Rows:
     return Rows(tiles, rows.sum(1, dtype=jnp.float32), bias)
 
 
-def read_tile(rows: Rows, number: Array, layer: tuple = ()) -> Tile:
+def read_tile(rows: Rows, number: Array) -> Tile:
     """Asks for a tile, in a program."""
     first, count = number * rows.per_tile, rows.per_tile
-    numbers = [rows.tiles[(*layer, number, part, slice(None))] for part in range(rows.tiles.shape[-2])]
-    return Tile(numbers, *(array[(*layer, pl.ds(first, count))] for array in (rows.sums, rows.bias)), first)
+    numbers = [rows.tiles[number, part] for part in range(rows.tiles.shape[1])]
+    return Tile(numbers, *(array[pl.ds(first, count)] for array in (rows.sums, rows.bias)), first)
 
 
 def of_rows(numbers: Float[Array, "size"], count: int) -> Float[Array, "warps rows columns/warps"]:
@@ -114,29 +113,23 @@ def indices(rows: Int[Array, "rows"], columns: int) -> Int[Array, "texts rows"]:
     return index(jnp.arange(TEXTS)[:, None], rows[None, :], columns)
 
 
-def read(array, index: tuple, turn: Array | None = None) -> Array:
-    """Asks for numbers, in a program. Those that others write while it runs are read where all see them; it then takes
-    turns with the others, and has a number that is different in each, and not below 0."""
-    return array[index] if turn is None else triton.load(array.at[index], volatile=True)
-
-
-def read_factors(x, group: Array, rows: Rows, turn: Array | None = None) -> list[Float[Array, "size"]]:
+def read_factors(x, group: Array, rows: Rows) -> list[Float[Array, "size"]]:
     """Texts' numbers, part by part."""
     size = TEXTS * rows.columns
-    return [read(x, (group, pl.ds(part * size, size)), turn) for part in range(rows.tiles.shape[-2])]
+    return [x[group, pl.ds(part * size, size)] for part in range(rows.tiles.shape[1])]
 
 
-def product(numbers: list[Array], tile: Tile, turn: Array | None = None) -> Float[Array, "texts rows"]:
+def product(numbers: list[Array], tile: Tile) -> Float[Array, "texts rows"]:
     """x · rowsᵀ."""
     count = len(tile.bias)
-    found = jnp.full((WARPS, TEXTS, count), _zero_after_reading(turn), jnp.float32)
+    found = jnp.full((WARPS, TEXTS, count), _zero_after_reading(), jnp.float32)
     for part, rows in zip(numbers, tile.numbers):
         apart = part.reshape(-1, WARPS, 8, 4, 2, 2, 2).transpose(1, 5, 2, 0, 4, 3, 6)
         found = add_product_by_warps(found, apart.reshape(WARPS, TEXTS, -1), of_rows(rows, count))
     return found.sum(0)
 
 
-def _zero_after_reading(turn: Array | None) -> Array:
+def _zero_after_reading() -> Array:
     """Zero, which compilers do not see, and warps have from each other: then all of them have asked for what they are
     to read. Products that start from it start after that; else, to spare registers, little is asked for at a time."""
-    return jnp.minimum((0 if turn is None else turn) + jnp.arange(32 * WARPS), 0).max(0).astype(jnp.float32)
+    return jnp.minimum(jnp.arange(32 * WARPS), 0).max(0).astype(jnp.float32)

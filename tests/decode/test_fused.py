@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from t2r.decode import fused, one_kernel, tiles
-from t2r.decode.generate import FAST, fork, scan_steps, start
+from t2r.decode import fused, tiles
+from t2r.decode.generate import fork, go_on, packed, scan_steps, start
 from t2r.decode.sampling import Sampling
 from t2r.model.config import AttentionSpec
 from t2r.model.parameters import abstract_model
@@ -33,7 +33,7 @@ def test_it_is_the_models_step(kind, texts):
     model = make_model(micro(attention=KINDS[kind], projection_bias=False, **fields))
     tokens, going = random_tokens(texts, 5), jnp.arange(texts)[:, None] != 1
     _, state = model(tokens, state=model.init_state(texts, 8))
-    fast = fused.FusedModel(model, interpret=True)
+    fast = fused.FusedModel(model, fused.pack_model(model), interpret=True)
 
     @jax.jit
     def both(state):
@@ -47,43 +47,42 @@ def test_it_is_the_models_step(kind, texts):
     assert fast.likeliest(hidden).tolist() == model.likeliest(hidden).tolist()
 
 
-def test_one_kernel_is_the_models_step():
-    """Stage by stage, since interpreted programs come one after the other."""
-    model = make_model(micro(attention=KINDS["t2r"], adaptive_cutoffs=()))
-    tokens, going = random_tokens(3, 5), jnp.arange(3)[:, None] != 1
-    _, state = model(tokens, state=model.init_state(3, 8))
-    fast = one_kernel.OneKernel(model, interpret=True)
-
-    @jax.jit
-    def both(state):
-        hidden, after = fast(tokens[:, :1], state=fast.stacked(state), mask=going)
-        return model(tokens[:, :1], state=state, mask=going), (hidden, fast.unstacked(after))
-
-    plain, kernel = both(state)
-    assert error(kernel[0][::2], plain[0][::2]) < 1e-5 and error(kernel[1], plain[1]) < 1e-5
-
-
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="the kernels themselves run on GPUs only")
-@pytest.mark.parametrize("kind, form", [*((kind, "fused") for kind in KINDS), ("t2r", "one_kernel")])
-def test_it_is_the_models_step_on_a_gpu(kind, form, monkeypatch):
-    monkeypatch.undo()
-    check_on_gpu(kind, form)
-
-
-def check_on_gpu(kind: str, form: str, texts: int = 13) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_models_step_on_a_gpu(kind, monkeypatch):
     """Eight steps of the paper's width, for a batch that does not fill the blocks."""
+    monkeypatch.undo()
     sizes = dict(layers=4, width=1024, heads=8, feedforward=4096, vocab_size=4096, adaptive_cutoffs=())
     model = make_model(micro(attention=KINDS[kind] * (4 // len(KINDS[kind])), dtype="bfloat16", **sizes))
-    assert FAST[form].available(model, texts)
+    matrices = packed(model, 13)
+    assert matrices is not None
     graph, arrays = nnx.split(model)
-    first = start(model, [[text + 1, 2, 3] for text in range(texts)], 8)
+    first = start(model, [[text + 1, 2, 3] for text in range(13)], 8)
     (plain, words), (fast, others) = (
-        scan_steps(graph, arrays, fork(first, 1), 8, Sampling(), -1, how) for how in ("", form)
+        scan_steps(graph, arrays, fork(first, 1), 8, Sampling(), -1, given) for given in (None, matrices)
     )
     same = (words == others).all(0)  # a word that was nearly chosen leads to another text
     assert same.mean() > 0.6
     for one, other in zip(plain.state.layers, fast.state.layers):
         assert error(*(jax.tree.map(lambda x: x[same] if x.ndim else x, layer) for layer in (other, one))) < 0.02
+
+
+def test_generation_goes_by_the_kernels_where_they_are_available(monkeypatch):
+    """In float32, interpreted: the same texts, in segments, greedily and by chance."""
+    model = make_model(micro(attention=KINDS["both"], adaptive_cutoffs=()))
+    assert packed(model, 3) is None  # not on a CPU
+    begin = lambda: start(model, [[1, 2, 3], [4], [5, 6]], 6, seed=1)  # noqa: E731
+    how = [dict(end=-1, segment=4), dict(end=7, segment=4, sampling=Sampling(0.8))]
+    plain = [go_on(model, begin(), 6, **one)[1] for one in how]
+    monkeypatch.setattr(fused, "available", lambda model, texts: True)
+    monkeypatch.setattr(fused.FusedModel.__init__, "__kwdefaults__", {"interpret": True})
+    calls = []
+    monkeypatch.setattr(fused, "linear_step", lambda *args, **kw: calls.append(1) or linear_step(*args, **kw))
+    assert [go_on(model, begin(), 6, **one)[1] for one in how] == plain
+    assert calls
+
+
+linear_step = fused.linear_step
 
 
 def test_it_is_for_plain_language_models_alone():
@@ -130,7 +129,7 @@ def test_a_matrix_comes_back_from_its_tiles():
 
 
 def test_the_papers_model_lowers_for_gpus(monkeypatch):
-    """Five kernels for each layer, and one for the words, in bfloat16."""
+    """Five kernels for each layer, and two for the words, in bfloat16."""
     monkeypatch.undo()
     sizes = dict(width=1024, heads=8, feedforward=4096, adaptive_cutoffs=())
     config = micro(attention=(MERGED, SOFTMAX), dtype="bfloat16", **sizes)
@@ -139,25 +138,10 @@ def test_the_papers_model_lowers_for_gpus(monkeypatch):
     tokens, going = jnp.zeros((16, 1), jnp.int32), jnp.ones((16, 1), bool)
 
     def step(state):
-        fast = fused.FusedModel(model)
+        fast = fused.FusedModel(model, fused.pack_model(model))
         hidden, state = fast(tokens, state=state, mask=going)
         return fast.likeliest(hidden[:, 0]), state
 
     with imagined_gpu():
         text = jax.jit(step).trace(state).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("xla.gpu.triton") == 5 + 4 + 1
-
-
-def test_the_papers_model_lowers_as_one_kernel(monkeypatch):
-    monkeypatch.undo()
-    model = make_model(micro(attention=KINDS["t2r"], width=1024, heads=8, feedforward=4096, dtype="bfloat16"))
-    assert one_kernel.suits(model)
-    state = model.init_state(16, 64)
-
-    def step(state):
-        fast = one_kernel.OneKernel(model)
-        return fast(jnp.zeros((16, 1), jnp.int32), state=fast.stacked(state), mask=jnp.ones((16, 1), bool))
-
-    with imagined_gpu():
-        text = jax.jit(step).trace(state).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("xla.gpu.triton") == 1
+    assert text.count("xla.gpu.triton") == 5 + 4 + 2
