@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,8 +116,12 @@ def step(model: LanguageModel | fused.FusedModel, generation: Generation, sampli
 
 
 def packed(model: LanguageModel, texts: int) -> fused.Packed | None:
-    """What `scan_steps` takes to decode by few kernels; None where there are none for it."""
-    return _pack(*nnx.split(model)) if fused.available(model, texts) else None
+    """What `scan_steps` takes to decode by few kernels; None where there are none for it, or no room."""
+    if not fused.available(model, texts):
+        return None
+    free, given = available_memory(), nnx.split(model)
+    needed = _bytes(jax.eval_shape(lambda: _pack(*given)))
+    return _pack(*given) if free is None or 2 * needed < free else None  # twice: it is made of another copy
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -201,8 +205,11 @@ def check_memory(model: LanguageModel, batch: int, length: int) -> None:
 
 def state_bytes(model: LanguageModel, batch: int, length: int) -> int:
     """Bytes of attention state for texts of this length, counted on the state itself."""
-    state = jax.eval_shape(lambda: model.init_state(batch, length).layers)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return _bytes(jax.eval_shape(lambda: model.init_state(batch, length).layers))
+
+
+def _bytes(arrays: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
 
 
 def until(row: list[int], end: Ends) -> list[int]:

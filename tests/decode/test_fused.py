@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from t2r.decode import fused, tiles
+from t2r.decode import fused, generate, tiles
 from t2r.decode.generate import fork, go_on, packed, scan_steps, start
 from t2r.decode.sampling import Sampling
 from t2r.model.config import AttentionSpec
@@ -80,6 +80,8 @@ def test_generation_goes_by_the_kernels_where_they_are_available(monkeypatch):
     monkeypatch.setattr(fused, "linear_step", lambda *args, **kw: calls.append(1) or linear_step(*args, **kw))
     assert [go_on(model, begin(), 6, **one)[1] for one in how] == plain
     assert calls
+    monkeypatch.setattr(generate, "available_memory", lambda: 1000)
+    assert packed(model, 3) is None  # no room for a second copy
 
 
 linear_step = fused.linear_step
