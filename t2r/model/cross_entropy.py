@@ -1,11 +1,13 @@
 """The loss over a large vocabulary: logits exist for some rows at a time, forwards and backwards, and where needed.
 
 It has a derivative of its own: the one JAX would derive multiplies float32 logits by float32 copies of the tables, and
-computes logits over rare words for tokens that are none of them.
+computes logits over rare words, or of padding, for tokens that are none of them.
 """
 
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +21,30 @@ LOGITS = 2**27
 ALIGNED = 128
 
 
+class Scored(NamedTuple):
+    """Vectors, and what words' scores are made of: x tableᵀ + bias."""
+
+    x: Float[Array, "*b e"]
+    table: Float[Array, "v e"]
+    bias: Float[Array, "v"] | None = None
+
+
+class Wanted(NamedTuple):
+    """What of the loss is not the target's."""
+
+    smoothing: float = 0.0  # spread evenly over all words
+    taught: float = 0.0  # of all: a teacher's probabilities
+
+
 def cross_entropy(
-    x: Float[Array, "b n e"],
-    table: Float[Array, "v e"],
+    scored: Scored,
     targets: Int[Array, "b n"],
     inside: Bool[Array, "b n"] | None = None,
     smoothing: float = 0.0,
+    teacher: Scored | None = None,
+    taught: float = 0.0,
 ) -> Float[Array, "b n"]:
-    """-log softmax(x tableᵀ) at each target, of which `smoothing` is spread evenly over all words.
+    """-Σ p log q, q the probabilities of words, and p all on the target, or as `Wanted` says.
 
     With `inside`, only of the tokens where it is True; 0 for the others, which cost nothing.
     """
@@ -36,71 +54,159 @@ def cross_entropy(
     # Devices that share the words of a vocabulary must go through the same rows: all of them.
     some = inside is not None and all(sizes.get(axis, 1) == 1 for axis in RULES["vocabulary"])
     inside = jnp.ones(targets.shape, bool) if inside is None else inside
-    loss = functools.partial(_of_rows, some=some, smoothing=smoothing)
-    if ways > 1 and len(x) % ways == 0:  # each device has its own rows
-        rows = PartitionSpec(RULES["batch"])
-        axes = {"in_specs": (rows, PartitionSpec(), rows, rows), "out_specs": rows, "axis_names": set(RULES["batch"])}
+    loss = functools.partial(_of_rows, some=some, wanted=Wanted(smoothing, taught))
+    if ways > 1 and len(targets) % ways == 0:  # each device has its own rows
+        rows, whole = PartitionSpec(RULES["batch"]), PartitionSpec()
+        given = Scored(rows, whole, whole)
+        specs = (given, rows, rows, given if teacher else whole)
+        axes = {"in_specs": specs, "out_specs": rows, "axis_names": set(RULES["batch"])}
         loss = jax.shard_map(loss, **axes, check_vma=False)
-    return loss(x, table, targets, inside)
+    return loss(scored, targets, inside, teacher)
 
 
-def _of_rows(x: Array, table: Array, targets: Array, inside: Array, *, some: bool, smoothing: float) -> Array:
+def _of_rows(
+    scored: Scored, targets: Array, inside: Array, teacher: Scored | None, *, some: bool, wanted: Wanted
+) -> Array:
     """The same, on one device; if only `some` tokens are inside, these first and the others not at all."""
-    flat, wanted, used = x.reshape(-1, x.shape[-1]), targets.reshape(-1), inside.reshape(-1)
-    if not some:
-        losses = _loss(flat, table, wanted, None, smoothing)
-        return jnp.where(used, losses, 0).reshape(targets.shape)
-    order = jnp.argsort(~used, stable=True)
-    losses = _loss(flat[order], table, wanted[order], used.sum(), smoothing)
-    return jnp.zeros_like(losses).at[order].set(losses, unique_indices=True).reshape(targets.shape)
+    used = inside.reshape(-1)
+    order = jnp.argsort(~used, stable=True) if some else slice(None)
+
+    def flat(one: Scored | None) -> Scored | None:
+        return one and one._replace(x=one.x.reshape(-1, one.x.shape[-1])[order])
+
+    count = used.sum() if some else None
+    losses = _loss(flat(scored), targets.reshape(-1)[order], count, flat(teacher), wanted)
+    if some:
+        return jnp.zeros_like(losses).at[order].set(losses, unique_indices=True).reshape(targets.shape)
+    return jnp.where(used, losses, 0).reshape(targets.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _loss(x: Float[Array, "t e"], table: Float[Array, "v e"], targets: Int[Array, "t"], count, smoothing: float):
+def _loss(scored: Scored, targets: Int[Array, "t"], count, teacher: Scored | None, wanted: Wanted):
     """The losses of the first `count` rows, 0 for the rest; None: of all, whose number is known when compiled."""
-    return _forward(x, table, targets, count, smoothing)[0]
+    return _forward(scored, targets, count, teacher, wanted)[0]
 
 
-def _forward(x: Array, table: Array, targets: Array, count, smoothing: float) -> tuple[Array, tuple]:
-    rows, padded = _chunks(len(x), len(table))
-    xs, ys, words = _pad(x, padded), _pad(targets, padded), _words(table, x.dtype)
-
-    def chunk(number: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-        logits = _product("te,ve->tv", _cut(xs, number, rows), words)
-        total = jax.nn.logsumexp(logits, -1, where=_is_word(logits, table))
-        hit = jnp.take_along_axis(logits, _cut(ys, number, rows)[:, None], -1)[:, 0]
-        loss = total - (1 - smoothing) * hit  # of words there are none of, logits are 0
-        if smoothing:
-            loss -= smoothing * logits.sum(-1) / len(table)
-        return _put(found[0], loss, number, rows), _put(found[1], total, number, rows)
-
-    nothing = jnp.zeros(padded, jnp.float32)
-    losses, totals = jax.lax.fori_loop(0, _number_of_chunks(count, rows, padded), chunk, (nothing, nothing))
-    return _first(losses[: len(x)], count), (x, table, targets, count, totals)
-
-
-def _backward(smoothing: float, kept: tuple, gradient: Array) -> tuple:
-    x, table, targets, count, totals = kept
-    rows, padded = _chunks(len(x), len(table))
-    xs, ys, words = _pad(x, padded), _pad(targets, padded), _words(table, x.dtype)
-    gs = _pad(_first(gradient, count), padded)
+def _forward(scored: Scored, targets: Array, count, teacher: Scored | None, wanted: Wanted) -> tuple[Array, tuple]:
+    all_rows = _Rows.of(scored, targets, teacher)
 
     def chunk(number: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-        part, hits = _cut(xs, number, rows), _cut(ys, number, rows)[:, None]
-        logits = _product("te,ve->tv", part, words)
-        error = jnp.exp(logits - _cut(totals, number, rows)[:, None]) - smoothing / len(table)
-        error -= jnp.where(jax.lax.broadcasted_iota(jnp.int32, error.shape, 1) == hits, 1 - smoothing, 0)
-        error = jnp.where(_is_word(error, table), error * _cut(gs, number, rows)[:, None], 0).astype(x.dtype)
-        dx, dtable = found
-        dx = _put(dx, _product("tv,ve->te", error, words).astype(x.dtype), number, rows)
-        return dx, dtable + _product("tv,te->ve", error, part)
+        logits, hits, taught = all_rows.cut(number)
+        total = jax.nn.logsumexp(logits, -1, where=_is_word(logits, scored.table))
+        hit = jnp.take_along_axis(logits, hits[:, None], -1)[:, 0]
+        expected = (1 - wanted.smoothing) * hit
+        if wanted.smoothing:
+            expected += wanted.smoothing * logits.sum(-1) / len(scored.table)  # of words there are none of they are 0
+        if taught is not None:
+            expected = (1 - wanted.taught) * expected + wanted.taught * (taught * logits).sum(-1)
+        return all_rows.put(found[0], total - expected, number), all_rows.put(found[1], total, number)
 
-    nothing = jnp.zeros((padded, x.shape[1]), x.dtype), jnp.zeros(words.shape, jnp.float32)
-    dx, dtable = jax.lax.fori_loop(0, _number_of_chunks(count, rows, padded), chunk, nothing)
-    return dx[: len(x)], dtable[: len(table)].astype(table.dtype), None, None
+    nothing = jnp.zeros(all_rows.padded, jnp.float32)
+    losses, totals = jax.lax.fori_loop(0, all_rows.chunks(count), chunk, (nothing, nothing))
+    return _first(losses[: len(targets)], count), (scored, targets, count, teacher, totals)
+
+
+def _backward(wanted: Wanted, kept: tuple, gradient: Array) -> tuple:
+    scored, targets, count, teacher, totals = kept
+    all_rows, dtype = _Rows.of(scored, targets, teacher), scored.x.dtype
+    gs = _pad(_first(gradient, count), all_rows.padded)
+
+    def chunk(number: Array, found: Scored) -> Scored:
+        logits, hits, taught = all_rows.cut(number)
+        is_hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == hits[:, None]
+        target = jnp.where(is_hit, 1 - wanted.smoothing, 0) + wanted.smoothing / len(scored.table)
+        if taught is not None:
+            target = (1 - wanted.taught) * target + wanted.taught * taught
+        error = jnp.exp(logits - all_rows.part(totals, number)[:, None]) - target
+        error = jnp.where(_is_word(error, scored.table), error * all_rows.part(gs, number)[:, None], 0)
+        dbias = None if found.bias is None else found.bias + error.sum(0)
+        error = error.astype(dtype)
+        dx = _product("tv,ve->te", error, all_rows.scored.table).astype(dtype)
+        dtable = _product("tv,te->ve", error, all_rows.part(all_rows.scored.x, number))
+        return Scored(all_rows.put(found.x, dx, number), found.table + dtable, dbias)
+
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), all_rows.scored)
+    nothing = nothing._replace(x=jnp.zeros(all_rows.scored.x.shape, dtype))
+    found = jax.lax.fori_loop(0, all_rows.chunks(count), chunk, nothing)
+    found = jax.tree.map(lambda new, old: new[: len(old)].astype(old.dtype), found, scored)
+    return found, None, None, None
 
 
 _loss.defvjp(_forward, _backward)
+
+
+class _Rows(NamedTuple):
+    """All that is known of the rows, filled up to whole chunks of them, and to a round number of words."""
+
+    scored: Scored
+    targets: Int[Array, "t"]
+    teacher: Scored | None
+    size: int  # of a chunk
+    words: int
+
+    @classmethod
+    def of(cls, scored: Scored, targets: Array, teacher: Scored | None) -> "_Rows":
+        size, padded = _chunks(len(targets), len(scored.table))
+
+        def fill(one: Scored) -> Scored:
+            bias = None if one.bias is None else _words(one.bias, jnp.float32)
+            return Scored(_pad(one.x, padded), _words(one.table, one.x.dtype), bias)
+
+        return cls(fill(scored), _pad(targets, padded), teacher and fill(teacher), size, len(scored.table))
+
+    @property
+    def padded(self) -> int:
+        return len(self.targets)
+
+    def chunks(self, count: Array | None) -> Array | int:
+        return self.padded // self.size if count is None else -(-count // self.size)
+
+    def part(self, x: Array, number: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(x, number * self.size, self.size)
+
+    def put(self, x: Array, part: Array, number: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, part, number * self.size, 0)
+
+    def cut(self, number: Array) -> tuple[Float[Array, "t v"], Int[Array, "t"], Float[Array, "t v"] | None]:
+        """A chunk's logits, targets, and what the teacher would say."""
+        taught = None
+        if self.teacher is not None:
+            logits = self._logits(self.teacher, number)
+            where = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) < self.words
+            taught = jax.nn.softmax(logits, where=where)
+        return self._logits(self.scored, number), self.part(self.targets, number), taught
+
+    def _logits(self, scored: Scored, number: Array) -> Float[Array, "t v"]:
+        logits = _product("te,ve->tv", self.part(scored.x, number), scored.table)
+        return logits if scored.bias is None else logits + scored.bias
+
+
+def distances(
+    log_probs: Callable[[Array], Array],
+    hidden: Float[Array, "b n e"],
+    teacher_log_probs: Callable[[Array], Array],
+    wanted: Float[Array, "b n f"],
+) -> Float[Array, "b n"]:
+    """-Σ p log q over the vocabulary, p the teacher's probabilities, however they are computed.
+
+    Probabilities exist for some places at a time, and are computed again for the backward pass.
+    """
+    batch, length, _ = hidden.shape
+    words = jax.eval_shape(log_probs, hidden[:, :1]).shape[-1]
+    size = min(max(LOGITS // (batch * words), 1), length)
+    count = -(-length // size)
+
+    def cut(x: Array) -> Array:  # (b, n, …) → (pieces, b, size, …)
+        x = jnp.pad(x, [(0, 0), (0, count * size - length), (0, 0)])
+        return jnp.moveaxis(x.reshape(batch, count, size, -1), 1, 0)
+
+    @jax.checkpoint
+    def piece(rows: tuple[Array, Array]) -> Array:
+        ours, theirs = rows
+        return -(jnp.exp(teacher_log_probs(theirs)) * log_probs(ours)).sum(-1)
+
+    found = jax.lax.map(piece, (cut(hidden), cut(wanted)))
+    return jnp.moveaxis(found, 0, 1).reshape(batch, count * size)[:, :length]
 
 
 def _chunks(rows: int, words: int) -> tuple[int, int]:
@@ -108,10 +214,6 @@ def _chunks(rows: int, words: int) -> tuple[int, int]:
     chunks = -(-rows // max(LOGITS // words, 1))
     size = -(-rows // chunks)
     return size, size * chunks
-
-
-def _number_of_chunks(count: Array | None, rows: int, padded: int) -> Array | int:
-    return padded // rows if count is None else -(-count // rows)
 
 
 def _first(x: Array, count: Array | None) -> Array:
@@ -133,11 +235,3 @@ def _product(formula: str, a: Array, b: Array) -> Array:
 
 def _pad(x: Array, rows: int) -> Array:
     return jnp.pad(x, [(0, rows - len(x))] + [(0, 0)] * (x.ndim - 1))
-
-
-def _cut(x: Array, number: Array, rows: int) -> Array:
-    return jax.lax.dynamic_slice_in_dim(x, number * rows, rows)
-
-
-def _put(x: Array, part: Array, number: Array, rows: int) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(x, part, number * rows, 0)

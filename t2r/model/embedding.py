@@ -1,15 +1,25 @@
 """From tokens to vectors and back: plain and adaptive embeddings, their output layers, positions."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from t2r.attention.dropout import dropout
 from t2r.errors import InputError
 from t2r.layout import constrain
 from t2r.model.config import ModelConfig
-from t2r.model.cross_entropy import cross_entropy
+from t2r.model.cross_entropy import Scored, cross_entropy, distances
+
+
+class Lesson(NamedTuple):
+    """A teacher's last vectors, what makes words of them, and their share of the loss."""
+
+    embedding: Any
+    x: Float[Array, "b n width"]
+    share: float
 
 
 class PlainEmbedding(nnx.Module):
@@ -49,13 +59,21 @@ class PlainEmbedding(nnx.Module):
         targets: Int[Array, "b n"],
         key: PRNGKeyArray | None = None,
         smoothing: float = 0.0,
+        *,
+        inside: Bool[Array, "b n"] | None = None,
+        lesson: Lesson | None = None,
     ) -> Float[Array, "b n"]:
-        """Negative log-likelihood of each target, of which `smoothing` is spread evenly over the vocabulary."""
+        """Negative log-likelihood of each target, of which `smoothing` is spread evenly over the vocabulary.
+
+        With a lesson, part of it is of the teacher's probabilities; with `inside`, only where that is True.
+        """
+        teacher = lesson and lesson.embedding._scored(lesson.x)
+        taught = lesson.share if lesson else 0.0
+        return cross_entropy(self._scored(x), targets, inside, smoothing, teacher, taught)
+
+    def _scored(self, x: Float[Array, "b n width"]) -> Scored:
         table = constrain(self.output_table(), ("vocabulary", None))
-        if self.bias is not None:  # a column of the table, of which every token has one
-            table = jnp.concatenate([table, self.bias[...][:, None]], 1)
-            x = jnp.concatenate([x, jnp.ones_like(x[..., :1])], -1)
-        return cross_entropy(x, table, targets, smoothing=smoothing)
+        return Scored(x, table, None if self.bias is None else self.bias[...])
 
 
 class AdaptiveEmbedding(nnx.Module):
@@ -121,17 +139,29 @@ class AdaptiveEmbedding(nnx.Module):
         targets: Int[Array, "b n"],
         key: PRNGKeyArray | None = None,
         smoothing: float = 0.0,
+        *,
+        inside: Bool[Array, "b n"] | None = None,
+        lesson: Lesson | None = None,
     ) -> Float[Array, "b n"]:
-        """Negative log-likelihood of each target; a band is scored for its own tokens only."""
+        """Negative log-likelihood of each target; a band is scored for its own tokens only. Else as the plain one's."""
         if smoothing:
             raise InputError(f"label_smoothing={smoothing} needs the whole vocabulary: not with adaptive_cutoffs")
+        total = 0.0
+        if lesson is None or lesson.share < 1:
+            total = self._loss(x, targets, key)
+        if lesson is not None:
+            apart = distances(self.log_probs, x, lesson.embedding.log_probs, lesson.x)
+            total = (1 - lesson.share) * total + lesson.share * apart
+        return total if inside is None else jnp.where(inside, total, 0)
+
+    def _loss(self, x: Array, targets: Array, key: PRNGKeyArray | None) -> Float[Array, "b n"]:
         first = self.bounds[1]
         band_of = jnp.searchsorted(jnp.array(self.bounds[1:-1]), targets, side="right")
-        total = cross_entropy(x, self._head(), jnp.where(band_of == 0, targets, first + band_of - 1))
+        total = cross_entropy(Scored(x, self._head()), jnp.where(band_of == 0, targets, first + band_of - 1))
         for band in range(1, len(self.tables)):
             inside, table = band_of == band, constrain(self.tables[band][...], ("vocabulary", None))
             place = jnp.where(inside, targets - self.bounds[band], 0)
-            total += cross_entropy(self._hidden(band, x, key), table, place, inside)
+            total += cross_entropy(Scored(self._hidden(band, x, key), table), place, inside)
         return total
 
 

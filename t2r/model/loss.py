@@ -1,6 +1,6 @@
 """What a model is trained and scored on: padded batches, and their loss."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from t2r.attention.module import State
-from t2r.model.cross_entropy import LOGITS
+from t2r.model.embedding import Lesson
 from t2r.model.transformer import LanguageModel, Seq2Seq
 
 PADDING = -1
@@ -54,48 +54,18 @@ def token_losses(
     # Padding stands at the end of rows, where causal attention shows it to nothing that counts.
     tokens, targets = jnp.maximum(batch.tokens[:, :-1], 0), batch.tokens[:, 1:]
     counts = targets != PADDING
-    hidden = _hidden(model, tokens, batch.source, key)
-    losses = jnp.zeros(targets.shape)
-    if teacher is None or teacher.share < 1:
-        losses = model.embedding.loss(hidden, jnp.maximum(targets, 0), key, smoothing)
+    hidden, lesson = _hidden(model, tokens, batch.source, key), None
     if teacher is not None:
         wanted = jax.lax.stop_gradient(_hidden(teacher.model, tokens, batch.source, None))
-        apart = distances(model.log_probs, hidden, teacher.model.log_probs, wanted)
-        losses = (1 - teacher.share) * losses + teacher.share * apart
+        lesson = Lesson(teacher.model.embedding, wanted, teacher.share)
+    inside = None if batch.source is None else counts  # of texts nearly all are
+    losses = model.embedding.loss(hidden, jnp.maximum(targets, 0), key, smoothing, inside=inside, lesson=lesson)
     return jnp.where(counts, losses, 0), counts
 
 
 def _hidden(model: LanguageModel, tokens: Array, source: Array | None, key: PRNGKeyArray | None) -> Array:
     seen = None if source is None else remember(model, source, key)
     return model(tokens, source=seen, key=key)[0]
-
-
-def distances(
-    log_probs: Callable[[Array], Array],
-    hidden: Float[Array, "b n e"],
-    teacher_log_probs: Callable[[Array], Array],
-    wanted: Float[Array, "b n f"],
-) -> Float[Array, "b n"]:
-    """-Σ p log q over the vocabulary, p the teacher's probabilities: the divergence and the teacher's own entropy.
-
-    Probabilities exist for some places at a time, and are computed again for the backward pass.
-    """
-    batch, length, _ = hidden.shape
-    words = jax.eval_shape(log_probs, hidden[:, :1]).shape[-1]
-    size = min(max(LOGITS // (batch * words), 1), length)
-    count = -(-length // size)
-
-    def cut(x: Array) -> Array:  # (b, n, …) → (pieces, b, size, …)
-        x = jnp.pad(x, [(0, 0), (0, count * size - length), (0, 0)])
-        return jnp.moveaxis(x.reshape(batch, count, size, -1), 1, 0)
-
-    @jax.checkpoint
-    def piece(rows: tuple[Array, Array]) -> Array:
-        ours, theirs = rows
-        return -(jnp.exp(teacher_log_probs(theirs)) * log_probs(ours)).sum(-1)
-
-    found = jax.lax.map(piece, (cut(hidden), cut(wanted)))
-    return jnp.moveaxis(found, 0, 1).reshape(batch, count * size)[:, :length]
 
 
 def total_loss(
