@@ -4,6 +4,7 @@ A small kernel's time is that of starting, and of waiting for the first numbers 
 the kernel before it still runs. Pallas has no way to say so; this is one.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,14 +22,15 @@ _prefetch = Primitive("prefetch")
 def prefetch(ref: Any, program: Array, programs: int) -> None:
     """In a program: asks for its share of an array."""
     each = LINE // ref.dtype.itemsize
-    lines = -(-ref.size // each)
-    share = -(-lines // programs)
-    for first in range(0, share, BLOCK):
-        _ask(ref, jnp.minimum(program * share + first + jnp.arange(BLOCK), lines - 1) * each)
+    for lines in share(-(-ref.size // each), program, programs):
+        _prefetch.bind(ref, lines * each)
 
 
-def _ask(ref: Any, places: Int[Array, "block"]) -> None:
-    _prefetch.bind(ref, places)
+def share(lines: int, program: Array, programs: int) -> Iterator[Int[Array, "block"]]:
+    """Numbers of the lines that are a program's, in blocks; the last line again where there are no more."""
+    count = -(-lines // programs)
+    for first in range(0, count, BLOCK):
+        yield jnp.minimum(program * count + first + jnp.arange(BLOCK), lines - 1)
 
 
 def _for_triton(context: lowering.LoweringRuleContext, pointer, places) -> list:

@@ -8,6 +8,7 @@ from flax import nnx
 
 from t2r.decode import fused, generate, tiles
 from t2r.decode.generate import fork, go_on, packed, scan_steps, start
+from t2r.decode.prefetch import share
 from t2r.decode.sampling import Sampling
 from t2r.model.config import AttentionSpec
 from t2r.model.parameters import abstract_model
@@ -128,6 +129,14 @@ def test_a_matrix_comes_back_from_its_tiles():
     assert packed.tiles.shape == (3, 2, 16 * 32) and packed.columns == 32
     parts = [[tiles.of_rows(part, 16)[0] for part in tile] for tile in packed.tiles]
     assert jnp.array_equal(jnp.block(parts), rows)
+
+
+@pytest.mark.parametrize("lines, programs", [(16384, 128), (24576, 96), (65536, 128), (1000, 7), (3, 128)])
+def test_all_that_comes_next_is_asked_for(lines, programs):
+    asked = np.concatenate(
+        [np.asarray(block) for program in range(programs) for block in share(lines, program, programs)]
+    )
+    assert set(asked.tolist()) == set(range(lines))
 
 
 def test_the_papers_model_lowers_for_gpus(monkeypatch):
