@@ -1,6 +1,7 @@
-"""What a figure was measured on: the machine and the versions, as they go into provenance and results."""
+"""What a figure was measured on: the machine and the versions, as they go into provenance and results; its memory."""
 
 import importlib.metadata
+import math
 import os
 import platform
 from typing import Any
@@ -24,6 +25,11 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
     }
+
+
+def all_bytes(arrays: Any) -> int:
+    """What arrays, or shapes of them, occupy."""
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(arrays))
 
 
 def available_memory() -> int | None:

@@ -12,11 +12,11 @@ from t2r.attention import linear, softmax
 from t2r.attention.feature_map import T2R, Features
 from t2r.benchmark.compare import by_row
 from t2r.benchmark.decode import check_fits
-from t2r.benchmark.floor import all_bytes
 from t2r.benchmark.plots import Curve, length_plot, save
 from t2r.benchmark.results import Results
 from t2r.benchmark.timing import timed_in_a_row
 from t2r.console import say, table
+from t2r.environment import all_bytes
 
 FORWARD, BOTH = "forward", "forward and backward"
 

@@ -4,6 +4,7 @@ Every step of one length costs the same, since caches have their whole capacity 
 is asked for, some steps at the end of a text of that length are timed, in one compiled loop.
 """
 
+import functools
 import time
 from typing import Any, NamedTuple
 
@@ -13,12 +14,11 @@ import numpy as np
 from flax import nnx
 
 from t2r.attention.softmax import KVCache
-from t2r.benchmark.floor import all_bytes
 from t2r.benchmark.rows import normal
 from t2r.benchmark.timing import Times, timed
 from t2r.decode.generate import Generation, packed, scan_steps, start, state_bytes
 from t2r.decode.sampling import Sampling
-from t2r.environment import available_memory
+from t2r.environment import all_bytes, available_memory
 from t2r.errors import InputError
 from t2r.model.loss import remember
 from t2r.model.parameters import arrays_of, with_arrays
@@ -84,7 +84,8 @@ class Decoder:
     """A model whose decoding is measured at several lengths; a program that serves several is compiled once."""
 
     def __init__(self, model: LanguageModel, *, repeat_for: float = 2.0, plain: bool = False):
-        self.model, self.repeat_for, self._plain = model, repeat_for, plain
+        self.model, self.repeat_for = model, repeat_for
+        self._packed = functools.cache(lambda batch: None if plain else packed(model, batch))  # for all lengths
         self.translates = bool(model.config.encoder_layers)
         self._programs: dict[Any, Program] = {}
 
@@ -92,8 +93,7 @@ class Decoder:
         shapes = generation_of_shapes(self.model, batch, length)
         key = steps, *(leaf.shape for leaf in jax.tree.leaves(shapes))
         if key not in self._programs:
-            matrices = None if self._plain else packed(self.model, batch)
-            self._programs[key] = Program.of(self.model, shapes, steps, matrices)
+            self._programs[key] = Program.of(self.model, shapes, steps, self._packed(batch))
         return self._programs[key]
 
     def steps(self, batch: int, length: int, steps: int, *, whole: bool = False) -> DecodeSpeed:
@@ -131,7 +131,8 @@ class Decoder:
         return timed(lambda _: start(self.model, prompts, 1), repeat_for=self.repeat_for, least=3)
 
     def largest_batch(self, length: int, steps: int, *, like: int = 128, attempts: int = 6) -> tuple[DecodeSpeed, int]:
-        """The speed at the largest batch that runs, and the batch predicted from the program of a small one."""
+        """The speed at the largest batch that runs, and the batch predicted from the program of a smaller one, which
+        must not be so small that it has kernels of its own."""
         compiled, arrays, _, _ = self.program(like, length, min(steps, length))
         free, weights = available_memory(), all_bytes(arrays)
         if free is None:

@@ -15,7 +15,7 @@ from t2r.benchmark.flops import peak
 from t2r.benchmark.rows import normal
 from t2r.benchmark.timing import timed_in_a_row
 from t2r.model.config import AttentionSpec, ModelConfig
-from t2r.model.parameters import Arrays, arrays_of
+from t2r.model.parameters import arrays_of
 from t2r.model.transformer import LanguageModel
 
 FLOAT32 = 4  # bytes; S and z are of that type, whatever activations are
@@ -174,8 +174,3 @@ def _read(x: jax.Array) -> jax.Array:
 @jax.jit
 def _copy(x: jax.Array) -> jax.Array:
     return x + 1
-
-
-def all_bytes(arrays: Arrays) -> int:
-    """What arrays, or shapes of them, occupy."""
-    return sum(int(np.prod(array.shape)) * array.dtype.itemsize for array in jax.tree.leaves(arrays))

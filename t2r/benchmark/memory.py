@@ -18,11 +18,12 @@ from t2r.benchmark.decode import (
     rewound,
 )
 from t2r.benchmark.flags import Asked
-from t2r.benchmark.floor import all_bytes, state_bytes
+from t2r.benchmark.floor import state_bytes
 from t2r.benchmark.plots import Curve, length_plot, save
 from t2r.benchmark.results import Results
 from t2r.benchmark.rows import label, model_of_shapes, random_model
 from t2r.console import say, table
+from t2r.environment import all_bytes
 from t2r.model.parameters import arrays_of
 
 STEPS = 2  # a loop, as in decoding

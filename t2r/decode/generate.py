@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int
 from t2r.attention.module import State
 from t2r.decode import fused
 from t2r.decode.sampling import Sampling, choose
-from t2r.environment import available_memory
+from t2r.environment import all_bytes, available_memory
 from t2r.errors import InputError
 from t2r.model.loss import remember
 from t2r.model.transformer import DecodeState, LanguageModel, Seq2Seq, check_length, grow
@@ -120,7 +120,7 @@ def packed(model: LanguageModel, texts: int) -> fused.Packed | None:
     if not fused.available(model, texts):
         return None
     free, given = available_memory(), nnx.split(model)
-    needed = _bytes(jax.eval_shape(lambda: _pack(*given)))
+    needed = all_bytes(jax.eval_shape(lambda: _pack(*given)))
     return _pack(*given) if free is None or 2 * needed < free else None  # twice: it is made of another copy
 
 
@@ -205,11 +205,7 @@ def check_memory(model: LanguageModel, batch: int, length: int) -> None:
 
 def state_bytes(model: LanguageModel, batch: int, length: int) -> int:
     """Bytes of attention state for texts of this length, counted on the state itself."""
-    return _bytes(jax.eval_shape(lambda: model.init_state(batch, length).layers))
-
-
-def _bytes(arrays: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
+    return all_bytes(jax.eval_shape(lambda: model.init_state(batch, length).layers))
 
 
 def until(row: list[int], end: Ends) -> list[int]:

@@ -89,7 +89,7 @@ def state_bytes(about: dict[str, Any], **sizes: int) -> int:
     """Bytes of the state, with numbers for `b` and `m`."""
     state = about["arrays"]["state"].values()
     shapes = [jax.ShapeDtypeStruct([sizes.get(n, n) for n in a["shape"]], a["dtype"]) for a in state]
-    return sum(shape.size * shape.dtype.itemsize for shape in shapes)
+    return environment.all_bytes(shapes)
 
 
 def _describe_tokenizer(tokenizer: Tokenizer | TokenizerPair) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _forward(scored: Scored, targets: Array, count, teacher: Scored | None, want
 
     def chunk(number: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
         logits, hits, taught = all_rows.cut(number)
-        total = jax.nn.logsumexp(logits, -1, where=_is_word(logits, scored.table))
+        total = jax.nn.logsumexp(logits, -1, where=_is_word(logits, len(scored.table)))
         hit = jnp.take_along_axis(logits, hits[:, None], -1)[:, 0]
         expected = (1 - wanted.smoothing) * hit
         if wanted.smoothing:
@@ -118,7 +118,7 @@ def _backward(wanted: Wanted, kept: tuple, gradient: Array) -> tuple:
         if taught is not None:
             target = (1 - wanted.taught) * target + wanted.taught * taught
         error = jnp.exp(logits - all_rows.part(totals, number)[:, None]) - target
-        error = jnp.where(_is_word(error, scored.table), error * all_rows.part(gs, number)[:, None], 0)
+        error = jnp.where(_is_word(error, len(scored.table)), error * all_rows.part(gs, number)[:, None], 0)
         dbias = None if found.bias is None else found.bias + error.sum(0)
         error = error.astype(dtype)
         dx = _product("tv,ve->te", error, all_rows.scored.table).astype(dtype)
@@ -172,8 +172,7 @@ class _Rows(NamedTuple):
         taught = None
         if self.teacher is not None:
             logits = self._logits(self.teacher, number)
-            where = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) < self.words
-            taught = jax.nn.softmax(logits, where=where)
+            taught = jax.nn.softmax(logits, where=_is_word(logits, self.words))
         return self._logits(self.scored, number), self.part(self.targets, number), taught
 
     def _logits(self, scored: Scored, number: Array) -> Float[Array, "t v"]:
@@ -225,8 +224,8 @@ def _words(table: Array, dtype: jnp.dtype) -> Array:
     return _pad(table.astype(dtype), -(-len(table) // ALIGNED) * ALIGNED)
 
 
-def _is_word(logits: Array, table: Array) -> Array:
-    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) < len(table)
+def _is_word(logits: Array, words: int) -> Array:
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) < words
 
 
 def _product(formula: str, a: Array, b: Array) -> Array:
