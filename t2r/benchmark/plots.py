@@ -49,7 +49,7 @@ def length_plot(
     axes.set(xlabel=tokens, ylabel=unit)
     axes.set_title(title, fontsize=10)
     log_axes(axes, sorted({length for curve in curves for length in curve.points}))
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, framealpha=0.9, edgecolor="none").set_zorder(30)  # to be read where curves leave no room
     styled(figure)
     return figure
 
@@ -59,7 +59,7 @@ def log_axes(axes, lengths: Sequence[int]) -> None:
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.5g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
     axes.minorticks_off()
 
 
