@@ -18,6 +18,8 @@ from t2r.layout import RULES
 
 # Logits that are held at once: half a gibibyte in float32.
 LOGITS = 2**27
+# Their gradients that are kept for the backward pass, a gibibyte in bfloat16; if there are more, they are made again.
+KEPT = 2**29
 ALIGNED = 128
 
 
@@ -87,10 +89,12 @@ def _loss(scored: Scored, targets: Int[Array, "t"], count, teacher: Scored | Non
     return _forward(scored, targets, count, teacher, wanted)[0]
 
 
-def _forward(scored: Scored, targets: Array, count, teacher: Scored | None, wanted: Wanted) -> tuple[Array, tuple]:
+def _forward(
+    scored: Scored, targets: Array, count, teacher: Scored | None, wanted: Wanted, *, keep: bool = False
+) -> tuple[Array, tuple]:
     all_rows = _Rows.of(scored, targets, teacher)
 
-    def chunk(number: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+    def chunk(number: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
         logits, hits, taught = all_rows.cut(number)
         total = jax.nn.logsumexp(logits, -1, where=_is_word(logits, len(scored.table)))
         hit = jnp.take_along_axis(logits, hits[:, None], -1)[:, 0]
@@ -99,26 +103,47 @@ def _forward(scored: Scored, targets: Array, count, teacher: Scored | None, want
             expected += wanted.smoothing * logits.sum(-1) / len(scored.table)  # of words there are none of they are 0
         if taught is not None:
             expected = (1 - wanted.taught) * expected + wanted.taught * (taught * logits).sum(-1)
-        return all_rows.put(found[0], total - expected, number), all_rows.put(found[1], total, number)
+        news = [total - expected, total]
+        if keep:
+            news.append(_error(logits, total, hits, taught, scored.table, wanted).astype(scored.x.dtype))
+        return tuple(all_rows.put(old, new, number) for old, new in zip(found, news))
 
-    nothing = jnp.zeros(all_rows.padded, jnp.float32)
-    losses, totals = jax.lax.fori_loop(0, all_rows.chunks(count), chunk, (nothing, nothing))
-    return _first(losses[: len(targets)], count), (scored, targets, count, teacher, totals)
+    nothing = [jnp.zeros(all_rows.padded, jnp.float32)] * 2
+    if keep:
+        nothing.append(jnp.zeros((all_rows.padded, len(all_rows.scored.table)), scored.x.dtype))
+    losses, *kept = jax.lax.fori_loop(0, all_rows.chunks(count), chunk, tuple(nothing))
+    return _first(losses[: len(targets)], count), (scored, targets, count, teacher, *kept)
+
+
+def _forward_and_keep(scored: Scored, targets: Array, count, teacher: Scored | None, wanted: Wanted):
+    few = count is None and len(targets) * len(scored.table) <= KEPT
+    return _forward(scored, targets, count, teacher, wanted, keep=few)
+
+
+def _error(logits: Array, total: Array, hits: Array, taught: Array | None, table: Array, wanted: Wanted) -> Array:
+    """The loss's derivative by logits."""
+    is_hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == hits[:, None]
+    target = jnp.where(is_hit, 1 - wanted.smoothing, 0) + wanted.smoothing / len(table)
+    if taught is not None:
+        target = (1 - wanted.taught) * target + wanted.taught * taught
+    return jnp.where(_is_word(logits, len(table)), jnp.exp(logits - total[:, None]) - target, 0)
 
 
 def _backward(wanted: Wanted, kept: tuple, gradient: Array) -> tuple:
-    scored, targets, count, teacher, totals = kept
+    scored, targets, count, teacher, totals, *errors = kept
     all_rows, dtype = _Rows.of(scored, targets, teacher), scored.x.dtype
     gs = _pad(_first(gradient, count), all_rows.padded)
+    if errors:
+        rows, error = all_rows.scored, errors[0]
+        dx = _product("tv,ve->te", error, rows.table) * gs[:, None]
+        dtable = _product("tv,te->ve", error, (rows.x * gs[:, None]).astype(dtype))
+        dbias = None if rows.bias is None else _product("tv,t->v", error, gs.astype(dtype))
+        return _like(Scored(dx, dtable, dbias), scored), None, None, None
 
     def chunk(number: Array, found: Scored) -> Scored:
         logits, hits, taught = all_rows.cut(number)
-        is_hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == hits[:, None]
-        target = jnp.where(is_hit, 1 - wanted.smoothing, 0) + wanted.smoothing / len(scored.table)
-        if taught is not None:
-            target = (1 - wanted.taught) * target + wanted.taught * taught
-        error = jnp.exp(logits - all_rows.part(totals, number)[:, None]) - target
-        error = jnp.where(_is_word(error, len(scored.table)), error * all_rows.part(gs, number)[:, None], 0)
+        error = _error(logits, all_rows.part(totals, number), hits, taught, scored.table, wanted)
+        error *= all_rows.part(gs, number)[:, None]
         dbias = None if found.bias is None else found.bias + error.sum(0)
         error = error.astype(dtype)
         dx = _product("tv,ve->te", error, all_rows.scored.table).astype(dtype)
@@ -127,12 +152,14 @@ def _backward(wanted: Wanted, kept: tuple, gradient: Array) -> tuple:
 
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), all_rows.scored)
     nothing = nothing._replace(x=jnp.zeros(all_rows.scored.x.shape, dtype))
-    found = jax.lax.fori_loop(0, all_rows.chunks(count), chunk, nothing)
-    found = jax.tree.map(lambda new, old: new[: len(old)].astype(old.dtype), found, scored)
-    return found, None, None, None
+    return _like(jax.lax.fori_loop(0, all_rows.chunks(count), chunk, nothing), scored), None, None, None
 
 
-_loss.defvjp(_forward, _backward)
+def _like(found: Scored, scored: Scored) -> Scored:
+    return jax.tree.map(lambda new, old: new[: len(old)].astype(old.dtype), found, scored)
+
+
+_loss.defvjp(_forward_and_keep, _backward)
 
 
 class _Rows(NamedTuple):
@@ -211,7 +238,7 @@ def distances(
 def _chunks(rows: int, words: int) -> tuple[int, int]:
     """How many rows to take at a time, and rows with those that fill up the last chunk."""
     chunks = -(-rows // max(LOGITS // words, 1))
-    size = -(-rows // chunks)
+    size = rows if chunks == 1 else _round(-(-rows // chunks))
     return size, size * chunks
 
 
@@ -220,8 +247,13 @@ def _first(x: Array, count: Array | None) -> Array:
 
 
 def _words(table: Array, dtype: jnp.dtype) -> Array:
-    """The table with rows of zeros up to a round number: matrix units are several times slower on odd ones."""
-    return _pad(table.astype(dtype), -(-len(table) // ALIGNED) * ALIGNED)
+    """The table with rows of zeros up to a round number."""
+    return _pad(table.astype(dtype), _round(len(table)))
+
+
+def _round(size: int) -> int:
+    """Matrix units are several times slower on odd sizes, or arrays are copied to make them even."""
+    return -(-size // ALIGNED) * ALIGNED
 
 
 def _is_word(logits: Array, words: int) -> Array:

@@ -41,10 +41,18 @@ def plain(student: Scored, targets, inside, smoothing, teacher, taught) -> jax.A
 
 
 @pytest.mark.parametrize(
-    "smoothing, taught, bias, padded",
-    [(0.0, 0.0, True, False), (0.1, 0.0, False, True), (0.0, 0.5, False, False), (0.1, 0.3, True, True)],
+    "smoothing, taught, bias, padded, kept",
+    [
+        (0.0, 0.0, True, False, True),
+        (0.0, 0.0, True, False, False),
+        (0.1, 0.0, False, True, True),
+        (0.1, 0.5, False, False, True),
+        (0.0, 0.5, False, False, False),
+        (0.1, 0.3, True, True, False),
+    ],
 )
-def test_it_is_the_cross_entropy_and_its_derivative_too(smoothing, taught, bias, padded):
+def test_it_is_the_cross_entropy_and_its_derivative_too(smoothing, taught, bias, padded, kept, monkeypatch):
+    monkeypatch.setattr(module, "KEPT", module.KEPT if kept else 0)
     student = scored(0, bias=bias)
     teacher = scored(1, bias=bias, width=16) if taught else None
     targets = jax.random.randint(jax.random.key(2), (3, 4), 0, WORDS)

@@ -188,7 +188,7 @@ class _Rule(NamedTuple):
         group = (first_text + queries.text) * self.groups + first_group + queries.group
         place = (group * self.length + queries.first + row) * self.heads[1] + queries.head
         bits = hashed((place * self.length + keys.first + column).astype(jnp.uint32), seeds[0], seeds[1])
-        return jnp.where(bits >= threshold(self.rate), weights / (1 - self.rate), 0.0)
+        return jnp.where(bits >= threshold(self.rate), weights * (1 / (1 - self.rate)), 0.0)  # divisions are slow
 
     def here(self) -> _Block:
         """The block that is this program's."""
