@@ -197,6 +197,11 @@ class _Linear(_Attention):
         return self._finish(linear.read(state, q, self.normalizer))
 
 
+def is_linear(attention: nnx.Module) -> bool:
+    """Whether it is an RNN: linear attention of any kind."""
+    return isinstance(attention, _Linear)
+
+
 class LinearAttention(_Linear, _Projected):
     """Queries and keys as in the transformer, then φ, then linear attention."""
 

@@ -30,6 +30,12 @@ def pad_rows(rows: Sequence[Sequence[int]], count: int, width: int) -> Int[np.nd
     return padded
 
 
+def inputs_and_targets(batch: Batch) -> tuple[Int[Array, "b n"], Int[Array, "b n"]]:
+    """What is read, and what is to be predicted from it, PADDING where nothing is."""
+    # Padding stands at the end of rows, where causal attention shows it to nothing that counts.
+    return jnp.maximum(batch.tokens[:, :-1], 0), batch.tokens[:, 1:]
+
+
 def remember(model: Seq2Seq, source: Int[Array, "b m"], key: PRNGKeyArray | None = None) -> tuple[State, ...]:
     """Each decoder layer's state of padded sources."""
     return model.remember(jnp.maximum(source, 0), source != PADDING, key)
@@ -51,11 +57,10 @@ def token_losses(
     teacher: Teacher | None = None,
 ) -> tuple[Float[Array, "b m"], Bool[Array, "b m"]]:
     """The loss of each token but the first of its row, 0 where there is none, and where there is one."""
-    # Padding stands at the end of rows, where causal attention shows it to nothing that counts.
-    tokens, targets = jnp.maximum(batch.tokens[:, :-1], 0), batch.tokens[:, 1:]
+    tokens, targets = inputs_and_targets(batch)
     counts = targets != PADDING
     hidden, lesson = _hidden(model, tokens, batch.source, key), None
-    if teacher is not None:
+    if teacher is not None and teacher.share:
         wanted = jax.lax.stop_gradient(_hidden(teacher.model, tokens, batch.source, None))
         lesson = Lesson(teacher.model.embedding, wanted, teacher.share)
     inside = None if batch.source is None else counts  # of texts nearly all are

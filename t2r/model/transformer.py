@@ -108,19 +108,27 @@ class Block(nnx.Module):
         mask: Bool[Array, "b n"] | None = None,
         positions: Int[Array, "b n"] | None = None,
         key: PRNGKeyArray | None = None,
+        listen: Callable[[str, Array, Array], None] | None = None,
     ) -> tuple[Float[Array, "b n width"], State | None]:
+        """The layer; `listen` is told the name of each attention, what it hears and what it says."""
         attention_key, feedforward_key = (None, None) if key is None else jax.random.split(key)
+        tell = listen or (lambda name, heard, said: None)
 
         def attend(x: Array) -> tuple[Array, State | None]:
             if self.causal:
-                return self.attention(x, state=state, mask=mask, positions=positions, key=attention_key)
-            memory = self.attention.remember(x, mask=mask, positions=positions, key=attention_key)
-            return self.attention.recall(x, memory, positions=positions, key=attention_key), None
+                out, after = self.attention(x, state=state, mask=mask, positions=positions, key=attention_key)
+            else:
+                memory = self.attention.remember(x, mask=mask, positions=positions, key=attention_key)
+                out, after = self.attention.recall(x, memory, positions=positions, key=attention_key), None
+            tell("attention", x, out)
+            return out, after
 
         def attend_to_source(x: Array) -> tuple[Array, None]:
             # Several texts may be translations of one source (beams): they are so many more queries to it.
             queries = x.reshape(jax.tree.leaves(source)[0].shape[0], -1, x.shape[-1])
-            return self.cross.recall(queries, source, key=_cross_key(key)).reshape(x.shape), None
+            out = self.cross.recall(queries, source, key=_cross_key(key)).reshape(x.shape)
+            tell("cross", x, out)
+            return out, None
 
         def feed(x: Array) -> tuple[Array, None]:
             return self.feedforward(x, feedforward_key), None
@@ -336,12 +344,17 @@ class Seq2Seq(LanguageModel):
         super().__init__(config, rngs=rngs)
         self.encoder = Encoder(config, rngs=rngs)
 
+    def encode(
+        self, source: Int[Array, "b m"], mask: Bool[Array, "b m"], key: PRNGKeyArray | None = None
+    ) -> Float[Array, "b m width"]:
+        """The encoder's last hidden layer."""
+        return self.encoder(source, mask, self.embedding, None if key is None else jax.random.fold_in(key, 2**16))
+
     def remember(
         self, source: Int[Array, "b m"], mask: Bool[Array, "b m"], key: PRNGKeyArray | None = None
     ) -> tuple[State, ...]:
         """Each decoder layer's state of the source, built once per sentence: S and z, or keys and values."""
-        encoder_key = None if key is None else jax.random.fold_in(key, 2**16)
-        hidden = self.encoder(source, mask, self.embedding, encoder_key)
+        hidden = self.encode(source, mask, key)
         return tuple(
             constrain_state(block.remember(hidden, mask=mask, key=_layer_key(key, layer)))
             for layer, block in enumerate(self.blocks)

@@ -52,7 +52,13 @@ def default_config() -> ConfigDict:
                 # Share of the loss that compares the model's probabilities with those it had before its conversion,
                 # word for word, whoever wrote the text; the tokens have the rest.
                 soft=0.0,
+                # So many steps come first in which each converted attention learns alone to say what the one it
+                # replaces says to the same input: attention transfer, see t2r.model.transfer.
+                transfer_steps=0,
                 texts=20_000,  # of a language model
+                # Of a translation model: sources besides those of data.source, each made of clauses of two of them,
+                # from all of its parts alike: more of what there is little of.
+                spliced=0,
                 length=256,  # tokens of a text at most
                 temperature=1.0,  # 0: the likeliest token each time
                 top_k=0,
@@ -191,7 +197,9 @@ def check(config: ConfigDict) -> None:
         ("convert.cross_features", config.convert.cross_features, 0),
         ("teacher.texts", config.teacher.texts, 20),
         ("teacher.length", config.teacher.length, 1),
+        ("teacher.spliced", config.teacher.spliced, 0),
         ("teacher.batch", config.teacher.batch, 1),
+        ("teacher.transfer_steps", config.teacher.transfer_steps, 0),
         ("optimizer.warmup_steps", optimizer.warmup_steps, 0),
         ("optimizer.period", optimizer.period, 0),
     ]:
@@ -210,8 +218,10 @@ def check(config: ConfigDict) -> None:
             "config.model describes an architecture, but config.init_from brings its own: use a variant made for "
             "finetuning, or set config.model to t2r.train.config.pretrained(...)"
         )
-    if (config.teacher.writes or config.teacher.soft) and not config.init_from:
-        problems.append("config.teacher needs config.init_from: the model that writes, or whose probabilities count")
+    if (config.teacher.writes or config.teacher.soft or config.teacher.transfer_steps) and not config.init_from:
+        problems.append("config.teacher needs config.init_from: the model that writes, or that is learned from")
+    if config.teacher.transfer_steps and not config.convert.feature_map:
+        problems.append("config.teacher.transfer_steps needs config.convert.feature_map: a conversion to learn")
     if not 0 <= config.teacher.soft <= 1:
         problems.append(f"config.teacher.soft={config.teacher.soft} must be at least 0 and at most 1")
     if config.export_dtype not in ("float32", "float16"):

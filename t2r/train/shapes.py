@@ -49,8 +49,8 @@ def run_of_shapes(config: ConfigDict, mesh: Mesh) -> Run:
     model = model_of_shapes(config)
     optimizer = make_optimizer(config.optimizer, config.steps)
     trained = trainable_names(model, config.trainable)
-    soft = config.teacher.soft
-    teacher = Teacher(abstract_model(architecture_of(config)), soft) if soft else None
+    wanted = config.teacher.soft or config.teacher.transfer_steps
+    teacher = Teacher(abstract_model(architecture_of(config)), config.teacher.soft) if wanted else None
 
     def first_state(arrays: Arrays, known: Arrays | None) -> TrainState:
         return init_state(arrays, trained, optimizer, config.seed, teacher=known)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from t2r.layout import shardings
 from t2r.model.loss import Batch, Teacher, total_loss
 from t2r.model.parameters import Arrays, with_arrays
+from t2r.model.transfer import transfer_loss
 from t2r.model.transformer import LanguageModel
 from t2r.train.sharding import batch_sharding, replicated
 
@@ -63,7 +64,7 @@ class Step:
 
     Parts may have different shapes: gradients are added up over them, and each shape is compiled once. `like` has the
     state's structure and shapes; the arrays lie on the mesh as `t2r.layout` says. A `teacher` may be abstract: its
-    arrays are in the state, see `init_state`.
+    arrays are in the state, see `init_state`. With `transfer` each layer learns from it alone, see `model.transfer`.
     """
 
     def __init__(
@@ -75,10 +76,13 @@ class Step:
         *,
         smoothing: float = 0.0,
         teacher: Teacher | None = None,
+        transfer: bool = False,
     ):
         def loss_of(trained: Arrays, frozen: Arrays, batch: Batch, key: PRNGKeyArray) -> tuple[Array, Array]:
             learned = with_arrays(model, {**trained, **frozen})
             known = teacher and teacher._replace(model=with_arrays(teacher.model, teacher_arrays(frozen)))
+            if transfer:
+                return transfer_loss(learned, known.model, batch)
             return total_loss(learned, batch, key=key, smoothing=smoothing, teacher=known)
 
         def zero(trained: Arrays) -> Total:

@@ -5,6 +5,8 @@ corpus, whose own targets are not read. What is written is kept in the work dire
 """
 
 import functools
+import random
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ from t2r.convert import model_dir
 from t2r.data.buckets import EncodedPairs
 from t2r.data.pairs import load_pairs
 from t2r.data.prepared import fill_once, once, read_ids, stamps_of, write_ids
-from t2r.data.sources import read_text
+from t2r.data.sources import parts_of, read_text
 from t2r.data.tokenizer import Tokenizer, TokenizerPair, opened, stops_of
 from t2r.decode.beam import default_limit
 from t2r.decode.generate import go_on, start, start_translation
@@ -27,6 +29,7 @@ from t2r.decode.translator import pad
 from t2r.model.transformer import LanguageModel
 
 Rows = list[list[int]]
+CLAUSE = re.compile(r"(?<=[,;.!?，；。！？、])")  # where sources may be cut
 SHOWN = 200  # texts, or sources and targets, that are kept to be read by people
 
 
@@ -55,8 +58,10 @@ def written_tokens(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> t
 
 
 def written_pairs(config: ConfigDict, workdir: Path, spec: str, split: str, tokenizer: TokenizerPair) -> EncodedPairs:
-    """A corpus's sources with the teacher's translations of them."""
-    sources = [tokenizer.encode_source(source) for source in dict.fromkeys(pair[0] for pair in load_pairs(spec, split))]
+    """A corpus's sources, and more made of them if wanted, with the teacher's translations of them."""
+    corpora = [list(dict.fromkeys(source for source, _ in load_pairs(part, split))) for part in parts_of(spec)]
+    texts = [*(text for corpus in corpora for text in corpus), *spliced(corpora, config.teacher.spliced, config.seed)]
+    sources = [tokenizer.encode_source(source) for source in dict.fromkeys(texts)]
     sources = sorted((ids for ids in sources if len(ids) <= config.data.length), key=len)  # alike ones in a batch
     target = tokenizer.target
 
@@ -65,7 +70,7 @@ def written_pairs(config: ConfigDict, workdir: Path, spec: str, split: str, toke
         rows = pad(chosen, count)
         length = min(default_limit(rows.shape[1]), config.data.length)  # by the width: few programs are compiled
         generation = start_translation(model, rows, length, start=target.start, seed=_seed(config, first))
-        _, found = go_on(model, generation, length, end=target.stop, sampling=_sampling(config))
+        _, found = go_on(model, generation, length, end=target.stop, sampling=_sampling(config), segment=16)
         # A translation that does not come to its end is none; pairs with an empty side are left out of batches.
         ended = [ids if len(ids) < length else [] for ids in found]
         return [row for source, ids in zip(chosen, ended) for row in (source, [target.start, *ids, target.stop])]
@@ -78,6 +83,18 @@ def written_pairs(config: ConfigDict, workdir: Path, spec: str, split: str, toke
     return EncodedPairs(*read_ids(_written(config, workdir, request, len(sources), write, show) / "texts"))
 
 
+def spliced(corpora: list[list[str]], count: int, seed: int) -> Iterator[str]:
+    """`count` texts that nobody wrote: the first clauses of one and the last of another, for a teacher to translate.
+
+    Each half comes from any of the corpora, the small ones as often as the large.
+    """
+    chance = random.Random(seed)
+    for _ in range(count):
+        first, second = (list(filter(None, CLAUSE.split(chance.choice(chance.choice(corpora))))) for _ in range(2))
+        some = [chance.randint(1, max(len(clauses) - 1, 1)) for clauses in (first, second)]
+        yield "".join([*first[: some[0]], *second[-some[1] :]]).strip()
+
+
 def _written(
     config: ConfigDict,
     workdir: Path,
@@ -88,7 +105,7 @@ def _written(
 ) -> Path:
     """The folder of what the teacher has written, by now or before; parts of an unfinished one are taken up again."""
     stamps = stamps_of(f"model:{config.init_from}/model.safetensors")
-    plan = {**config.teacher, "soft": 0}  # what is written does not depend on it
+    plan = {**config.teacher, "soft": 0, "transfer_steps": 0}  # what is written does not depend on them
     request = f"{config.init_from} {stamps} {plan} {config.seed} {request}"
     parts = workdir / f"teacher-parts-{zlib.crc32(request.encode()):08x}"
 

@@ -136,8 +136,8 @@ def build(config: ConfigDict, workdir: Path) -> tuple[LanguageModel, Tokenizer |
 
 
 def load_teacher(config: ConfigDict) -> Teacher | None:
-    """The model as it was before its conversion, if the config wants its probabilities to be learned."""
-    if not config.teacher.soft:
+    """The model as it was before its conversion, if the config wants something to be learned from it."""
+    if not (config.teacher.soft or config.teacher.transfer_steps):
         return None
     model = model_dir.load(config.init_from, dtype=config.model.dtype).model  # again: its arrays are not the student's
     return Teacher(model, config.teacher.soft)
@@ -179,7 +179,8 @@ def run_steps(
     task: Task,
 ) -> TrainState:
     """Steps until config.steps, logging, validating and saving on the way."""
-    step_function = Step(model, optimizer, mesh, state, smoothing=config.label_smoothing, teacher=teacher)
+    finetune = Step(model, optimizer, mesh, state, smoothing=config.label_smoothing, teacher=teacher)
+    transfer = Step(model, optimizer, mesh, state, teacher=teacher, transfer=True)
     schedule = make_schedule(config.optimizer, config.steps)
     first = int(state.step)
     metrics = Metrics(workdir, first)
@@ -188,7 +189,8 @@ def run_steps(
 
     with Progress("train", config.steps, first) as progress, termination() as asked_to_stop:
         for step in range(first + 1, config.steps + 1):
-            state, result = step_function(state, [read_part(part, mesh) for part in next(batches)])
+            alone = step <= config.teacher.transfer_steps  # layers learn each for itself
+            state, result = (transfer if alone else finetune)(state, [read_part(part, mesh) for part in next(batches)])
             unchecked.append((step, result))
             last = step == config.steps
             stopping = asked_to_stop(step)
@@ -206,8 +208,9 @@ def run_steps(
                 speed = tokens / (now - last_log)
                 tokens, last_log = 0.0, now
                 rate = float(schedule(step - 1))
-                metrics.write(step, **result, learning_rate=rate, tokens_per_second=round(speed))
-                progress.advance(loss=result["loss"], tokens_per_s=round(speed))
+                name, loss = "distance" if alone else "loss", result.pop("loss")
+                metrics.write(step, **{name: loss}, **result, learning_rate=rate, tokens_per_second=round(speed))
+                progress.advance(**{name: loss}, tokens_per_s=round(speed))
             else:
                 progress.advance()
             if evaluating:

@@ -89,6 +89,16 @@ def test_a_translation_model_translates_the_sources_of_a_corpus(models, tmp_path
         assert written == "" or " ".join(written.split()) == wanted.text
 
 
+def test_spliced_sources_are_clauses_of_two_and_small_corpora_have_an_equal_part():
+    large, small = [f"large {i}, and more; too." for i in range(50)], ["small, and few.", "no clause"]
+    found = list(teacher.spliced([large, small], 400, seed=1))
+    assert found == list(teacher.spliced([large, small], 400, seed=1)) and len(set(found)) > 100
+    assert {"small, too.", "small, and few.", "no clauseno clause"} <= set(found)
+    beginnings = [text.startswith(("small", "no")) for text in found]
+    assert 150 < sum(beginnings) < 250
+    assert all(text.startswith(("large", "small,", "no clause")) and text[-1] in ".e" for text in found)
+
+
 def test_sources_add_up(tmp_path):
     for name in "ab":
         (tmp_path / name).write_text(f"text of {name}\n")
@@ -101,8 +111,9 @@ def test_sources_add_up(tmp_path):
 
 def test_a_teacher_must_be_there():
     config = default_config()
-    config.teacher.update(writes=True, texts=3, soft=2.0)
-    with pytest.raises(
-        InputError, match=r"config.teacher.texts=3 must be at least 20(.|\n)*needs config.init_from(.|\n)*soft=2"
-    ):
+    config.teacher.update(writes=True, texts=3, soft=2.0, transfer_steps=5)
+    problems = (
+        r"config.teacher.texts=3 must be at least 20(.|\n)*needs config.init_from(.|\n)*a conversion(.|\n)*soft=2"
+    )
+    with pytest.raises(InputError, match=problems):
         check(config)
