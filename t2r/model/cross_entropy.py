@@ -18,8 +18,8 @@ from t2r.layout import RULES
 
 # Logits that are held at once: half a gibibyte in float32.
 LOGITS = 2**27
-# Their gradients that are kept for the backward pass, a gibibyte in bfloat16; if there are more, they are made again.
-KEPT = 2**29
+# Their gradients that are kept for the backward pass: two gibibytes in bfloat16. If there are more, they are made anew.
+KEPT = 2**30
 ALIGNED = 128
 
 
@@ -32,10 +32,11 @@ class Scored(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What of the loss is not the target's."""
+    """What of the loss is not the target's, and how many tokens to expect."""
 
     smoothing: float = 0.0  # spread evenly over all words
     taught: float = 0.0  # of all: a teacher's probabilities
+    rare: bool = False  # few tokens are inside: keeping room for all is not worth it
 
 
 def cross_entropy(
@@ -45,6 +46,8 @@ def cross_entropy(
     smoothing: float = 0.0,
     teacher: Scored | None = None,
     taught: float = 0.0,
+    *,
+    rare: bool = False,
 ) -> Float[Array, "b n"]:
     """-Σ p log q, q the probabilities of words, and p all on the target, or as `Wanted` says.
 
@@ -56,7 +59,7 @@ def cross_entropy(
     # Devices that share the words of a vocabulary must go through the same rows: all of them.
     some = inside is not None and all(sizes.get(axis, 1) == 1 for axis in RULES["vocabulary"])
     inside = jnp.ones(targets.shape, bool) if inside is None else inside
-    loss = functools.partial(_of_rows, some=some, wanted=Wanted(smoothing, taught))
+    loss = functools.partial(_of_rows, some=some, wanted=Wanted(smoothing, taught, rare))
     if ways > 1 and len(targets) % ways == 0:  # each device has its own rows
         rows, whole = PartitionSpec(RULES["batch"]), PartitionSpec()
         given = Scored(rows, whole, whole)
@@ -116,8 +119,8 @@ def _forward(
 
 
 def _forward_and_keep(scored: Scored, targets: Array, count, teacher: Scored | None, wanted: Wanted):
-    few = count is None and len(targets) * len(scored.table) <= KEPT
-    return _forward(scored, targets, count, teacher, wanted, keep=few)
+    fits = len(targets) * len(scored.table) <= KEPT
+    return _forward(scored, targets, count, teacher, wanted, keep=fits and not wanted.rare)
 
 
 def _error(logits: Array, total: Array, hits: Array, taught: Array | None, table: Array, wanted: Wanted) -> Array:
@@ -133,7 +136,7 @@ def _backward(wanted: Wanted, kept: tuple, gradient: Array) -> tuple:
     scored, targets, count, teacher, totals, *errors = kept
     all_rows, dtype = _Rows.of(scored, targets, teacher), scored.x.dtype
     gs = _pad(_first(gradient, count), all_rows.padded)
-    if errors:
+    if errors:  # zero beyond `count`, or times a gradient that is: one product of all is quicker than a loop
         rows, error = all_rows.scored, errors[0]
         dx = _product("tv,ve->te", error, rows.table) * gs[:, None]
         dtable = _product("tv,te->ve", error, (rows.x * gs[:, None]).astype(dtype))

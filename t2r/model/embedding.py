@@ -161,7 +161,7 @@ class AdaptiveEmbedding(nnx.Module):
         for band in range(1, len(self.tables)):
             inside, table = band_of == band, constrain(self.tables[band][...], ("vocabulary", None))
             place = jnp.where(inside, targets - self.bounds[band], 0)
-            total += cross_entropy(Scored(self._hidden(band, x, key), table), place, inside)
+            total += cross_entropy(Scored(self._hidden(band, x, key), table), place, inside, rare=True)
         return total
 
 
