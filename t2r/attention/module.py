@@ -197,7 +197,7 @@ class _Linear(_Attention):
         return self._finish(linear.read(state, q, self.normalizer))
 
 
-def is_linear(attention: nnx.Module) -> bool:
+def is_linear(attention: nnx.Module | None) -> bool:
     """Whether it is an RNN: linear attention of any kind."""
     return isinstance(attention, _Linear)
 

@@ -12,41 +12,47 @@ from jaxtyping import Array, Bool, Float, Int
 from t2r.attention.module import is_linear
 from t2r.errors import InputError
 from t2r.model.loss import PADDING, Batch, inputs_and_targets
-from t2r.model.transformer import Block, LanguageModel, embed
+from t2r.model.transformer import LanguageModel, embed
 
 
-def transfer_loss(
+def converted(model: LanguageModel) -> list[str]:
+    """The attention that learns: `3.cross` is the cross attention of layer 3."""
+    places = ((layer, name) for layer in range(len(model.blocks)) for name in ("attention", "cross"))
+    found = [f"{layer}.{name}" for layer, name in places if is_linear(getattr(model.blocks[layer], name, None))]
+    if not found:
+        raise InputError("attention transfer is for converted layers, and the model has none")
+    return found
+
+
+def transfer_losses(
     model: LanguageModel, teacher: LanguageModel, batch: Batch
-) -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """The mean distance of the model's attention from the teacher's, for each token, added up, and how many there are.
+) -> tuple[dict[str, Float[Array, ""]], Int[Array, ""]]:
+    """How far each converted attention is from the teacher's, for each token, added up, and how many tokens there are.
 
     A distance is that of the outputs, squared, over the square of the teacher's: 0 is alike, 1 as good as nothing.
     """
     tokens, targets = inputs_and_targets(batch)
     counts = targets != PADDING
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x, encoded, inside, found = embed(teacher, teacher.embedding, tokens, positions), None, None, []
+    x, encoded, inside, found = embed(teacher, teacher.embedding, tokens, positions), None, None, {}
     if batch.source is not None:
         inside = batch.source != PADDING
         encoded = teacher.encode(jnp.maximum(batch.source, 0), inside)
 
-    def compare(student: Block, name: str, heard: Array, said: Array) -> None:
-        attention = getattr(student, name)
+    def compare(layer: int, name: str, heard: Array, said: Array) -> None:
+        attention = getattr(model.blocks[layer], name)
         if not is_linear(attention):
             return
         if name == "cross":
             answer = attention.recall(heard, attention.remember(encoded, mask=inside))
         else:
             answer, _ = attention(heard, positions=positions)
-        found.append(_distance(answer, said, counts))
+        found[f"{layer}.{name}"] = counts.sum() * _distance(answer, said, counts)
 
-    for student, block in zip(model.blocks, teacher.blocks):
+    for layer, block in enumerate(teacher.blocks):
         seen = None if encoded is None else block.remember(encoded, mask=inside)
-        x, _ = block(x, source=seen, positions=positions, listen=functools.partial(compare, student))
-    if not found:
-        raise InputError("attention transfer is for converted layers, and the model has none")
-    count = counts.sum()
-    return count * sum(found) / len(found), count
+        x, _ = block(x, source=seen, positions=positions, listen=functools.partial(compare, layer))
+    return found, counts.sum()
 
 
 def _distance(answer: Float[Array, "b n e"], said: Float[Array, "b n e"], counts: Bool[Array, "b n"]) -> Array:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from t2r.layout import shardings
 from t2r.model.loss import Batch, Teacher, total_loss
 from t2r.model.parameters import Arrays, with_arrays
-from t2r.model.transfer import transfer_loss
+from t2r.model.transfer import converted, transfer_losses
 from t2r.model.transformer import LanguageModel
 from t2r.train.sharding import batch_sharding, replicated
 
@@ -33,7 +33,7 @@ class TrainState(NamedTuple):
 class Total(NamedTuple):
     """What the parts of a step add up to."""
 
-    loss: Float[Array, ""]
+    losses: dict[str, Float[Array, ""]]
     tokens: Int[Array, ""]
     gradient: Arrays
 
@@ -62,9 +62,12 @@ def teacher_arrays(frozen: Arrays) -> Arrays:
 class Step:
     """step(state, parts) → (state, {loss, gradient_norm, tokens}), the mean over all tokens; the state is donated.
 
+    With `transfer` each layer learns from the teacher alone, see `model.transfer`; instead of the loss there is the
+    distance, and that of each attention.
+
     Parts may have different shapes: gradients are added up over them, and each shape is compiled once. `like` has the
     state's structure and shapes; the arrays lie on the mesh as `t2r.layout` says. A `teacher` may be abstract: its
-    arrays are in the state, see `init_state`. With `transfer` each layer learns from it alone, see `model.transfer`.
+    arrays are in the state, see `init_state`.
     """
 
     def __init__(
@@ -78,28 +81,40 @@ class Step:
         teacher: Teacher | None = None,
         transfer: bool = False,
     ):
-        def loss_of(trained: Arrays, frozen: Arrays, batch: Batch, key: PRNGKeyArray) -> tuple[Array, Array]:
+        names = [f"distance.{place}" for place in converted(model)] if transfer else ["loss"]
+
+        def loss_of(trained: Arrays, frozen: Arrays, batch: Batch, key: PRNGKeyArray) -> tuple[Array, tuple]:
             learned = with_arrays(model, {**trained, **frozen})
             known = teacher and teacher._replace(model=with_arrays(teacher.model, teacher_arrays(frozen)))
             if transfer:
-                return transfer_loss(learned, known.model, batch)
-            return total_loss(learned, batch, key=key, smoothing=smoothing, teacher=known)
+                found, tokens = transfer_losses(learned, known.model, batch)
+                found = {f"distance.{place}": distance for place, distance in found.items()}
+            else:
+                loss, tokens = total_loss(learned, batch, key=key, smoothing=smoothing, teacher=known)
+                found = {"loss": loss}
+            return mean(found), (found, tokens)
+
+        def mean(losses: dict[str, Array]) -> Array:
+            return sum(losses.values()) / len(losses)
 
         def zero(trained: Arrays) -> Total:
-            return Total(jnp.zeros(()), jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, trained))
+            losses = {name: jnp.zeros(()) for name in names}
+            return Total(losses, jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, trained))
 
         def add_part(total: Total, state: TrainState, batch: Batch, number: Array) -> Total:
             key = jax.random.wrap_key_data(state.key)
             key = jax.random.fold_in(jax.random.fold_in(key, state.step), number)
             gradient_of = jax.value_and_grad(loss_of, has_aux=True)
-            (loss, tokens), gradient = gradient_of(state.trained, state.frozen, batch, key)
-            return jax.tree.map(jnp.add, total, Total(loss, tokens, gradient))
+            (_, (losses, tokens)), gradient = gradient_of(state.trained, state.frozen, batch, key)
+            return jax.tree.map(jnp.add, total, Total(losses, tokens, gradient))
 
         def finish(state: TrainState, total: Total) -> tuple[TrainState, dict[str, Array]]:
             gradient = jax.tree.map(lambda x: x / total.tokens, total.gradient)
             updates, opt_state = optimizer.update(gradient, state.optimizer, state.trained)
             trained = optax.apply_updates(state.trained, updates)
-            metrics = {"loss": total.loss / total.tokens, "gradient_norm": optax.global_norm(gradient)}
+            losses = {name: loss / total.tokens for name, loss in total.losses.items()}
+            metrics = losses | ({"distance": mean(losses)} if transfer else {})
+            metrics["gradient_norm"] = optax.global_norm(gradient)
             state = state._replace(step=state.step + 1, trained=trained, optimizer=opt_state)
             return state, metrics | {"tokens": total.tokens}
 

@@ -180,7 +180,8 @@ def run_steps(
 ) -> TrainState:
     """Steps until config.steps, logging, validating and saving on the way."""
     finetune = Step(model, optimizer, mesh, state, smoothing=config.label_smoothing, teacher=teacher)
-    transfer = Step(model, optimizer, mesh, state, teacher=teacher, transfer=True)
+    alone = config.teacher.transfer_steps  # first, in which layers learn each for itself
+    transfer = Step(model, optimizer, mesh, state, teacher=teacher, transfer=True) if alone else None
     schedule = make_schedule(config.optimizer, config.steps)
     first = int(state.step)
     metrics = Metrics(workdir, first)
@@ -189,8 +190,8 @@ def run_steps(
 
     with Progress("train", config.steps, first) as progress, termination() as asked_to_stop:
         for step in range(first + 1, config.steps + 1):
-            alone = step <= config.teacher.transfer_steps  # layers learn each for itself
-            state, result = (transfer if alone else finetune)(state, [read_part(part, mesh) for part in next(batches)])
+            one_step = transfer if step <= alone else finetune
+            state, result = one_step(state, [read_part(part, mesh) for part in next(batches)])
             unchecked.append((step, result))
             last = step == config.steps
             stopping = asked_to_stop(step)
@@ -208,9 +209,9 @@ def run_steps(
                 speed = tokens / (now - last_log)
                 tokens, last_log = 0.0, now
                 rate = float(schedule(step - 1))
-                name, loss = "distance" if alone else "loss", result.pop("loss")
-                metrics.write(step, **{name: loss}, **result, learning_rate=rate, tokens_per_second=round(speed))
-                progress.advance(**{name: loss}, tokens_per_s=round(speed))
+                metrics.write(step, **result, learning_rate=rate, tokens_per_second=round(speed))
+                shown = "distance" if step <= alone else "loss"
+                progress.advance(**{shown: result[shown]}, tokens_per_s=round(speed))
             else:
                 progress.advance()
             if evaluating:

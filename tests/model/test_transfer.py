@@ -11,7 +11,7 @@ from t2r.data.tokenizer import TokenizerPair
 from t2r.errors import InputError
 from t2r.model.loss import PADDING, Batch
 from t2r.model.parameters import arrays_of, with_arrays
-from t2r.model.transfer import transfer_loss
+from t2r.model.transfer import converted, transfer_losses
 from t2r.train.config import default_config, pretrained
 from t2r.train.metrics import read_metrics
 from t2r.train.trainer import train
@@ -27,8 +27,9 @@ def test_each_converted_attention_learns_from_the_one_it_replaces_and_nothing_el
 
     @jax.jit
     def distance(arrays, batch):
-        total, count = transfer_loss(with_arrays(student, arrays), teacher, batch)
-        return total / count
+        found, count = transfer_losses(with_arrays(student, arrays), teacher, batch)
+        assert list(found) == converted(student)
+        return sum(found.values()) / count
 
     found, gradient = jax.value_and_grad(distance)(arrays_of(student), batch)
     learning = {name.rsplit(".", 2)[0] for name, array in gradient.items() if np.abs(array).max() > 0}
@@ -40,7 +41,7 @@ def test_each_converted_attention_learns_from_the_one_it_replaces_and_nothing_el
     longer = Batch(*(x if x is None else jnp.pad(x, ((0, 1), (0, 2)), constant_values=PADDING) for x in batch))
     np.testing.assert_allclose(distance(arrays_of(student), longer), found, rtol=1e-5)
     with pytest.raises(InputError, match="the model has none"):
-        transfer_loss(teacher, teacher, batch)
+        converted(teacher)
 
 
 def test_what_it_compares_are_the_layers_outputs_to_the_teachers_input():
@@ -54,10 +55,10 @@ def test_what_it_compares_are_the_layers_outputs_to_the_teachers_input():
     )
     teacher(tokens[:, :-1])
     said, answer = (model.blocks[0].attention(heard[0])[0] for model in (teacher, student))
-    total, count = transfer_loss(student, teacher, Batch(tokens))
+    found, count = transfer_losses(student, teacher, Batch(tokens))
     expected = jnp.square(answer - said).sum() / jnp.square(said).sum()
     assert count == 10
-    np.testing.assert_allclose(total / count, expected, rtol=1e-5)
+    np.testing.assert_allclose(found["0.attention"] / count, expected, rtol=1e-5)
 
 
 def test_a_run_begins_with_it_and_then_finetunes(tmp_path, tokenizer):
@@ -76,6 +77,7 @@ def test_a_run_begins_with_it_and_then_finetunes(tmp_path, tokenizer):
     config.steps, config.log_every = 4, 1
     train(config, tmp_path / "run")
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert {"distance.0.attention", "distance.0.cross"} <= set(lines[0])
     assert ["distance" in line for line in lines[:4]] == [True, True, False, False]
     assert ["loss" in line for line in lines[:4]] == [False, False, True, True]
     assert all(0 < line["distance"] < 10 for line in lines[:2])
