@@ -35,9 +35,27 @@ class DecodeState(NamedTuple):
     source: tuple[State, ...] | None = None
 
 
+class _KeepsInput:
+    """A norm of which the backward pass keeps the input alone, and not three float32 arrays as large as it.
+
+    In one long program the compiler would see to that itself; it does not across the borders of loops and conditions.
+    """
+
+    def __call__(self, x: Float[Array, "*b width"]) -> Float[Array, "*b width"]:
+        return jax.checkpoint(super().__call__, prevent_cse=False)(x)
+
+
+class LayerNorm(_KeepsInput, nnx.LayerNorm):
+    pass
+
+
+class RMSNorm(_KeepsInput, nnx.RMSNorm):
+    pass
+
+
 def make_norm(config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
     """Layer or RMS norm over the residual stream."""
-    kind = nnx.LayerNorm if config.norm == "layer" else nnx.RMSNorm
+    kind = LayerNorm if config.norm == "layer" else RMSNorm
     return kind(config.width, epsilon=config.norm_eps, dtype=jnp.dtype(config.dtype), rngs=rngs)
 
 
