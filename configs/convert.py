@@ -10,7 +10,9 @@ VARIANT is
     distilled   translation models, on their own translations of the sources of --config.data.source=tsv:FILE
 
 What to set: config.convert.features (and cross_features); config.convert.keep, layers that stay softmax (none,
-every_4th, or numbers such as 3,7); config.steps, config.data.batch and length, config.optimizer.learning_rate. The
+every_4th, or numbers such as 3,7); config.steps, config.data.batch and length, config.optimizer.learning_rate;
+config.teacher.transfer_steps=1000, the first steps, in which each converted attention learns alone what the one it
+replaces says; for distilled, config.teacher.spliced=100000, more sources, each made of clauses of two others. The
 model brings its tokenizer. Results: results/stories15M.md, results/opus_mt.md.
 """
 
