@@ -42,7 +42,7 @@ from t2r.model.parameters import abstract_model, arrays_of, with_arrays  # noqa:
 
 # Each example compiles, so they are few; the seed is fixed, so that a failure is the same everywhere.
 settings.register_profile(
-    "t2r", max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    "t2r", max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 settings.load_profile("t2r")
 
