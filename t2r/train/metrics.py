@@ -2,11 +2,19 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
-from tensorboardX import SummaryWriter
-
 from t2r import processes
+
+# tensorboardX loads torch where it finds it, for two seconds, and here for nothing.
+_hidden = "torch" not in sys.modules
+if _hidden:
+    sys.modules["torch"] = None
+from tensorboardX import SummaryWriter  # noqa: E402
+
+if _hidden:
+    del sys.modules["torch"]
 
 
 class Metrics:

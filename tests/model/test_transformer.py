@@ -190,7 +190,7 @@ def test_layer_dropout_leaves_a_layer_out_whole():
     assert not np.allclose(run_layers([block], config, x), x)
 
 
-@pytest.mark.parametrize("keep", ["none", "every_2nd", "last"])
+@pytest.mark.parametrize("keep", [pytest.param("none", marks=pytest.mark.slow), "every_2nd", "last"])
 def test_one_compiled_layer_and_recomputation_change_nothing(keep):
     """In value and gradient, with dropout; layers alike, in a pattern, and in none."""
     linear, full = AttentionSpec("linear", "t2r", 4), AttentionSpec()
