@@ -148,6 +148,11 @@ def fields_of(config: ConfigDict, prefix: str = "") -> list[str]:
     return names
 
 
+def has_teacher(config: ConfigDict) -> bool:
+    """Whether something is learned from the model as it was before its conversion."""
+    return bool(config.teacher.soft or config.teacher.transfer_steps)
+
+
 def conversion(config: ConfigDict) -> dict:
     """The arguments of `swap` that a config asks for; {} if it asks for none."""
     plan = config.convert
@@ -218,7 +223,7 @@ def check(config: ConfigDict) -> None:
             "config.model describes an architecture, but config.init_from brings its own: use a variant made for "
             "finetuning, or set config.model to t2r.train.config.pretrained(...)"
         )
-    if (config.teacher.writes or config.teacher.soft or config.teacher.transfer_steps) and not config.init_from:
+    if (config.teacher.writes or has_teacher(config)) and not config.init_from:
         problems.append("config.teacher needs config.init_from: the model that writes, or that is learned from")
     if config.teacher.transfer_steps and not config.convert.feature_map:
         problems.append("config.teacher.transfer_steps needs config.convert.feature_map: a conversion to learn")

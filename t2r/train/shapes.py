@@ -16,7 +16,7 @@ from t2r.model.config import ModelConfig, from_dict, preset
 from t2r.model.loss import Batch, Teacher
 from t2r.model.parameters import Arrays, abstract_model, arrays_of, trainable_names
 from t2r.model.transformer import LanguageModel
-from t2r.train.config import conversion
+from t2r.train.config import conversion, has_teacher
 from t2r.train.optimizer import make_optimizer
 from t2r.train.sharding import batch_ways
 from t2r.train.step import Step, TrainState, init_state
@@ -49,8 +49,7 @@ def run_of_shapes(config: ConfigDict, mesh: Mesh) -> Run:
     model = model_of_shapes(config)
     optimizer = make_optimizer(config.optimizer, config.steps)
     trained = trainable_names(model, config.trainable)
-    wanted = config.teacher.soft or config.teacher.transfer_steps
-    teacher = Teacher(abstract_model(architecture_of(config)), config.teacher.soft) if wanted else None
+    teacher = Teacher(abstract_model(architecture_of(config)), config.teacher.soft) if has_teacher(config) else None
 
     def first_state(arrays: Arrays, known: Arrays | None) -> TrainState:
         return init_state(arrays, trained, optimizer, config.seed, teacher=known)

@@ -81,14 +81,13 @@ class Step:
         teacher: Teacher | None = None,
         transfer: bool = False,
     ):
-        names = [f"distance.{place}" for place in converted(model)] if transfer else ["loss"]
+        names = converted(model) if transfer else ["loss"]
 
         def loss_of(trained: Arrays, frozen: Arrays, batch: Batch, key: PRNGKeyArray) -> tuple[Array, tuple]:
             learned = with_arrays(model, {**trained, **frozen})
             known = teacher and teacher._replace(model=with_arrays(teacher.model, teacher_arrays(frozen)))
             if transfer:
                 found, tokens = transfer_losses(learned, known.model, batch)
-                found = {f"distance.{place}": distance for place, distance in found.items()}
             else:
                 loss, tokens = total_loss(learned, batch, key=key, smoothing=smoothing, teacher=known)
                 found = {"loss": loss}
@@ -112,8 +111,10 @@ class Step:
             gradient = jax.tree.map(lambda x: x / total.tokens, total.gradient)
             updates, opt_state = optimizer.update(gradient, state.optimizer, state.trained)
             trained = optax.apply_updates(state.trained, updates)
-            losses = {name: loss / total.tokens for name, loss in total.losses.items()}
-            metrics = losses | ({"distance": mean(losses)} if transfer else {})
+            metrics = {name: loss / total.tokens for name, loss in total.losses.items()}
+            if transfer:
+                each = {f"distance.{place}": distance for place, distance in metrics.items()}
+                metrics = {"distance": mean(metrics), **each}
             metrics["gradient_norm"] = optax.global_norm(gradient)
             state = state._replace(step=state.step + 1, trained=trained, optimizer=opt_state)
             return state, metrics | {"tokens": total.tokens}

@@ -32,7 +32,7 @@ from t2r.model.loss import Teacher
 from t2r.model.parameters import arrays_of, count, trainable_names, with_arrays
 from t2r.model.transformer import LanguageModel, make_model
 from t2r.train.checkpoint import Checkpoints
-from t2r.train.config import MAY_CHANGE, check, conversion
+from t2r.train.config import MAY_CHANGE, check, conversion, has_teacher
 from t2r.train.metrics import Metrics, read_metrics
 from t2r.train.optimizer import make_optimizer, make_schedule
 from t2r.train.sharding import batch_ways, make_mesh, place, read_part
@@ -137,7 +137,7 @@ def build(config: ConfigDict, workdir: Path) -> tuple[LanguageModel, Tokenizer |
 
 def load_teacher(config: ConfigDict) -> Teacher | None:
     """The model as it was before its conversion, if the config wants something to be learned from it."""
-    if not (config.teacher.soft or config.teacher.transfer_steps):
+    if not has_teacher(config):
         return None
     model = model_dir.load(config.init_from, dtype=config.model.dtype).model  # again: its arrays are not the student's
     return Teacher(model, config.teacher.soft)
