@@ -96,6 +96,7 @@ def _forward(
     scored: Scored, targets: Array, count, teacher: Scored | None, wanted: Wanted, *, keep: bool = False
 ) -> tuple[Array, tuple]:
     all_rows = _Rows.of(scored, targets, teacher)
+    sums = _sum_of_logits(scored, all_rows.padded) if wanted.smoothing else None
 
     def chunk(number: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
         logits, hits, taught = all_rows.cut(number)
@@ -103,7 +104,7 @@ def _forward(
         hit = jnp.take_along_axis(logits, hits[:, None], -1)[:, 0]
         expected = (1 - wanted.smoothing) * hit
         if wanted.smoothing:
-            expected += wanted.smoothing * logits.sum(-1) / len(scored.table)  # of words there are none of they are 0
+            expected += wanted.smoothing * all_rows.part(sums, number) / len(scored.table)
         if taught is not None:
             expected = (1 - wanted.taught) * expected + wanted.taught * (taught * logits).sum(-1)
         news = [total - expected, total]
@@ -111,11 +112,20 @@ def _forward(
             news.append(_error(logits, total, hits, taught, scored.table, wanted).astype(scored.x.dtype))
         return tuple(all_rows.put(old, new, number) for old, new in zip(found, news))
 
-    nothing = [jnp.zeros(all_rows.padded, jnp.float32)] * 2
-    if keep:
-        nothing.append(jnp.zeros((all_rows.padded, len(all_rows.scored.table)), scored.x.dtype))
-    losses, *kept = jax.lax.fori_loop(0, all_rows.chunks(count), chunk, tuple(nothing))
+    used, nothing = all_rows.chunks(count), [jnp.zeros(all_rows.padded, jnp.float32)] * 2
+    if keep:  # gibibytes, which need not be written twice
+        nothing.append(jax.lax.empty((all_rows.padded, len(all_rows.scored.table)), scored.x.dtype))
+    losses, *kept = jax.lax.fori_loop(0, used, chunk, tuple(nothing))
+    if keep and count is not None:
+        kept[1] = jax.lax.fori_loop(used, all_rows.chunks(None), all_rows.put_zeros, kept[1])
     return _first(losses[: len(targets)], count), (scored, targets, count, teacher, *kept)
+
+
+def _sum_of_logits(scored: Scored, rows: int) -> Float[Array, "t"]:
+    """Over all words, without the logits."""
+    each = scored.table.astype(scored.x.dtype).sum(0, dtype=jnp.float32)
+    found = (scored.x.astype(jnp.float32) * each).sum(-1) + (0 if scored.bias is None else scored.bias.sum())
+    return _pad(found, rows)
 
 
 def _forward_and_keep(scored: Scored, targets: Array, count, teacher: Scored | None, wanted: Wanted):
@@ -196,6 +206,9 @@ class _Rows(NamedTuple):
 
     def put(self, x: Array, part: Array, number: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(x, part, number * self.size, 0)
+
+    def put_zeros(self, number: Array, x: Array) -> Array:
+        return self.put(x, jnp.zeros((self.size, *x.shape[1:]), x.dtype), number)
 
     def cut(self, number: Array) -> tuple[Float[Array, "t v"], Int[Array, "t"], Float[Array, "t v"] | None]:
         """A chunk's logits, targets, and what the teacher would say."""

@@ -18,6 +18,9 @@ from t2r.model.transformer import LanguageModel
 from t2r.train.sharding import batch_sharding, replicated
 
 TEACHER = "teacher."
+# No CUDA graphs on a GPU, which would wait for one to be made ready after each loop or condition that the host decides
+# on: 6% faster with layer dropout, 1% without (results/train_speed.md). Other platforms have none.
+OPTIONS = {"xla_gpu_graph_min_graph_size": 2**30}
 
 
 class TrainState(NamedTuple):
@@ -124,7 +127,11 @@ class Step:
         self._mesh, self._by_rows = mesh, by_rows
         self._zero = jax.jit(zero, in_shardings=(layout.trained,), out_shardings=totals)
         self._add_part = jax.jit(
-            add_part, in_shardings=(totals, layout, by_rows, None), out_shardings=totals, donate_argnums=0
+            add_part,
+            in_shardings=(totals, layout, by_rows, None),
+            out_shardings=totals,
+            donate_argnums=0,
+            compiler_options=OPTIONS,
         )
         self._finish = jax.jit(
             finish, in_shardings=(layout, totals), out_shardings=(layout, everywhere), donate_argnums=0
