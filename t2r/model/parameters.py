@@ -7,13 +7,14 @@ import jax
 import numpy as np
 from flax import nnx
 
+from t2r.attention.module import is_linear
 from t2r.errors import InputError
 from t2r.model.config import ModelConfig
 from t2r.model.transformer import LanguageModel, make_model
 
 Arrays = dict[str, jax.Array]
 
-TRAINABLE = ("all", "feature_maps", "all_but_feature_maps")
+TRAINABLE = ("all", "feature_maps", "all_but_feature_maps", "converted", "decoder")
 
 
 def arrays_of(model: nnx.Module) -> Arrays:
@@ -35,14 +36,34 @@ def abstract_model(config: ModelConfig) -> LanguageModel:
 
 
 def trainable_names(model: nnx.Module, which: str) -> set[str]:
-    """The names that are trained: `all` parameters, `feature_maps` alone, or `all_but_feature_maps`."""
+    """The names that are trained.
+
+    `all` parameters, `feature_maps` alone, or `all_but_feature_maps`; `converted` attention alone, or the layers of
+    the `decoder`, without embeddings and encoder: what does not train cannot be unlearned where there is little text.
+    """
     if which not in TRAINABLE:
         raise InputError(f"trainable={which!r}: choose one of {', '.join(TRAINABLE)}")
     parameters = {_name(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     in_maps = {name for name in parameters if ".feature_map." in name}
-    if which != "all" and not in_maps:
+    places = tuple(f"blocks.{place}." for place in linear_places(model))
+    if which.endswith("feature_maps") and not in_maps:
         raise InputError(f"trainable={which!r}, but the model has no trainable feature map: convert it first")
-    return {"all": parameters, "feature_maps": in_maps, "all_but_feature_maps": parameters - in_maps}[which]
+    if which == "converted" and not places:
+        raise InputError("trainable='converted', but no attention of the model is: convert it first")
+    choices = {
+        "all": parameters,
+        "feature_maps": in_maps,
+        "all_but_feature_maps": parameters - in_maps,
+        "converted": {name for name in parameters if name.startswith(places)},
+        "decoder": {name for name in parameters if name.startswith("blocks.")},
+    }
+    return choices[which]
+
+
+def linear_places(model: LanguageModel) -> list[str]:
+    """Where attention is an RNN: `3.cross` is the cross attention of layer 3."""
+    places = ((layer, name) for layer in range(len(model.blocks)) for name in ("attention", "cross"))
+    return [f"{layer}.{name}" for layer, name in places if is_linear(getattr(model.blocks[layer], name, None))]
 
 
 def count(arrays: dict[str, Any]) -> int:

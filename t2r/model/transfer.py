@@ -12,13 +12,13 @@ from jaxtyping import Array, Bool, Float, Int
 from t2r.attention.module import is_linear
 from t2r.errors import InputError
 from t2r.model.loss import PADDING, Batch, inputs_and_targets
+from t2r.model.parameters import linear_places
 from t2r.model.transformer import LanguageModel, embed
 
 
 def converted(model: LanguageModel) -> list[str]:
-    """The attention that learns: `3.cross` is the cross attention of layer 3."""
-    places = ((layer, name) for layer in range(len(model.blocks)) for name in ("attention", "cross"))
-    found = [f"{layer}.{name}" for layer, name in places if is_linear(getattr(model.blocks[layer], name, None))]
+    """The attention that learns."""
+    found = linear_places(model)
     if not found:
         raise InputError("attention transfer is for converted layers, and the model has none")
     return found

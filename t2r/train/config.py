@@ -29,7 +29,7 @@ def default_config() -> ConfigDict:
             # φ to put in place of softmax; feature_map "": no conversion. features 0: the map's own size. In a
             # translation model: cross_features for cross attention (0: as features), and attention=all|causal|cross.
             convert=dict(feature_map="", features=0, cross_features=0, keep="none", attention="all"),
-            trainable="all",  # or feature_maps, or all_but_feature_maps
+            trainable="all",  # or feature_maps, all_but_feature_maps, converted, decoder: see model.parameters
             data=dict(
                 source="builtin:pydoc",
                 valid="",  # another source to validate on; "": the valid split of `source`

@@ -82,6 +82,16 @@ def test_only_what_should_train_trains(model, trainable):
     )
 
 
+def test_converted_attention_or_the_decoder_can_train_alone():
+    hybrid = swap(make_model(micro_mt(layers=2)), features=4, cross_features=8, keep="1")
+    converted, decoder = (trainable_names(hybrid, which) for which in ("converted", "decoder"))
+    assert {name.rsplit(".", 2)[0] for name in converted} >= {"blocks.0.attention", "blocks.0.cross"}
+    assert {".".join(name.split(".")[:2]) for name in converted} == {"blocks.0"} and not any(
+        "norm" in name for name in converted
+    )
+    assert decoder == {name for name in trainable_names(hybrid, "all") if name.startswith("blocks.")}
+
+
 def pairs(rows, width, seed):
     """A batch of sentence pairs of all lengths up to `width`."""
     chance = np.random.default_rng(seed)
@@ -133,3 +143,5 @@ def test_bad_requests_are_refused(model):
         trainable_names(model, "phi")
     with pytest.raises(InputError, match="convert it first"):
         trainable_names(make_model(micro()), "feature_maps")
+    with pytest.raises(InputError, match="convert it first"):
+        trainable_names(make_model(micro()), "converted")
