@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -203,13 +204,24 @@ class FairseqSubwords:
 
 
 class Hub:
-    """The tokenizer of an imported model, a `tokenizer.json`, with the ids that begin and end its texts."""
+    """The tokenizer of an imported model, a `tokenizer.json`, with the ids that begin and end its texts.
+
+    A translation begins with `start`, and with `second` if there is one. Where a `language` is given, its id takes the
+    place of the source language that `tokenizer.json` names.
+    """
 
     kind, glue = "hub", ""
     file, ids_file = "tokenizer.json", "tokenizer_ids.json"
 
     def __init__(
-        self, content: str, begin: int | None, stop: int, start: int | None = None, other_stops: Sequence[int] = ()
+        self,
+        content: str,
+        begin: int | None,
+        stop: int,
+        start: int | None = None,
+        other_stops: Sequence[int] = (),
+        second: int | None = None,
+        language: int | None = None,
     ):
         from tokenizers import Tokenizer as Tokens
 
@@ -218,7 +230,7 @@ class Hub:
         self.vocab_size = self._tokens.get_vocab_size()
         self.stop, self.begins, self.other_stops = stop, begin is not None, tuple(other_stops)
         self.end = stop if begin is None else begin
-        self.start = stop if start is None else start
+        self.start, self.second, self._language = stop if start is None else start, second, language
 
     @classmethod
     def load(cls, folder: Path) -> "Hub":
@@ -232,7 +244,11 @@ class Hub:
 
     def encode_source(self, text: str) -> list[int]:
         """A whole sentence as the model saw it in training, with whatever stands around it."""
-        return self._tokens.encode(text).ids
+        ids = self._tokens.encode(text).ids
+        if self._language is None:
+            return ids
+        named = set(languages(self._tokens).values())
+        return [self._language if i in named else i for i in ids]
 
     def decode(self, ids: list[int]) -> str:
         return self._tokens.decode([int(i) for i in ids])
@@ -240,7 +256,14 @@ class Hub:
     def save(self, folder: Path) -> None:
         (folder / self.file).write_text(self._content, "utf-8")
         ids = {"begin": self._begin, "stop": self.stop, "start": self.start, "other_stops": self.other_stops}
+        ids |= {"second": self.second, "language": self._language}
         (folder / self.ids_file).write_text(json.dumps(ids) + "\n")
+
+
+def languages(tokens) -> dict[str, int]:
+    """The languages that a `tokenizer.json` has a token for, such as `en_XX`."""
+    special = [token.content for token in tokens.get_added_tokens_decoder().values() if token.special]
+    return {name: tokens.token_to_id(name) for name in special if re.fullmatch("[a-z]{2,3}_[A-Z]{2}", name)}
 
 
 class Pieces:
@@ -295,6 +318,12 @@ def stops_of(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(dict.fromkeys((tokenizer.stop, *getattr(tokenizer, "other_stops", ()), *begins)))
 
 
+def opening(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What stands before every translation; in some models a second token, such as the name of its language."""
+    second = getattr(tokenizer, "second", None)
+    return (tokenizer.start,) if second is None else (tokenizer.start, second)
+
+
 def opened(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     """A prompt as a model reads it. Texts begin after the end of another: that is what an empty prompt means, and some
     models always see it."""
@@ -327,7 +356,7 @@ class TokenizerPair(NamedTuple):
 
     def encode_target(self, text: str) -> list[int]:
         """A target sentence between what decoding starts from and its end."""
-        return [self.target.start, *self.target.encode(text), self.target.stop]
+        return [*opening(self.target), *self.target.encode(text), self.target.stop]
 
     def save(self, folder: Path) -> None:
         """A joint tokenizer lies in the folder itself, two in `source` and `target`."""

@@ -68,13 +68,14 @@ def translate(
     sources: Int[np.ndarray, "b m"],
     *,
     end: int,
-    start: int | None = None,
+    start: int | tuple[int, ...] | None = None,
     beam: Beam = Beam(),
     limits: list[int] | None = None,
 ) -> list[list[Hypothesis]]:
     """The `beam.size` best translations of each source, best first. Sources are rows of ids ended by PADDING.
 
-    Decoding starts from the token `start`, or from `end` where that is the same.
+    Decoding starts from the token `start`, or from `end` where that is the same. Of several, such as one that says
+    which language is wanted, all but the first count as the translation's where lengths are compared.
 
     `limits` is the most tokens each translation may have before its end; see `default_limit`. A source of padding
     alone has no translation.
@@ -83,17 +84,17 @@ def translate(
     lengths = (sources != PADDING).sum(1)
     check_length(model.config, int(lengths.max()))
     limits = [default_limit(int(length)) for length in lengths] if limits is None else limits
+    begun = start if isinstance(start, tuple) else (end if start is None else start,)
     if model.config.positions == "learned":
-        limits = [min(limit, model.config.max_positions - 1) for limit in limits]
+        limits = [min(limit, model.config.max_positions - len(begun)) for limit in limits]
     # By the width, not by what is in it, so that batches of one width share a program.
     capacity = max(default_limit(sources.shape[1]), *limits) + 1
     graph, arrays = nnx.split(model)
-    ends = end if start is None else start, end
-    found = _search(graph, arrays, sources, np.asarray(limits, np.int32), capacity, ends, beam)
+    found = _search(graph, arrays, sources, np.asarray(limits, np.int32), capacity, (begun, end), beam)
     results, scores, counts = (np.asarray(x) for x in found)
     return [
         [
-            Hypothesis(row[: n - 1].tolist(), float(score), float(score) * n**beam.length_penalty)
+            Hypothesis(row[: n - len(begun)].tolist(), float(score), float(score) * n**beam.length_penalty)
             for row, score, n in zip(results[i], scores[i], counts[i].tolist())
             if score > NEVER / 2 and lengths[i]
         ]
@@ -107,7 +108,7 @@ def default_limit(source_length: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
-def _search(graph, arrays, sources, limits, capacity: int, ends: tuple[int, int], beam: Beam):
+def _search(graph, arrays, sources, limits, capacity: int, ends: tuple[tuple[int, ...], int], beam: Beam):
     model: Seq2Seq = nnx.merge(graph, arrays)
     batch, size = sources.shape[0], beam.size
     memory = remember(model, sources)
@@ -115,9 +116,13 @@ def _search(graph, arrays, sources, limits, capacity: int, ends: tuple[int, int]
     first = jnp.full((batch, size), NEVER).at[:, 0].set(0.0)  # all beams are alike: only one of them counts
     nothing = jnp.full((batch, size), NEVER)
     # The state belongs to the living; the sources are shared by all beams of a sentence.
+    *before, _ = ends[0]
+    state = model.init_state(batch * size, capacity + len(before), memory)
+    for token in before:
+        _, state = model(jnp.full((batch * size, 1), token), state=state)
     search = Search(
         step=jnp.zeros((), jnp.int32),
-        state=model.init_state(batch * size, capacity, memory),
+        state=state,
         tokens=empty,
         sums=first,
         results=empty,
@@ -134,16 +139,18 @@ def _search(graph, arrays, sources, limits, capacity: int, ends: tuple[int, int]
     return search.results, search.scores, search.lengths
 
 
-def _step(model: Seq2Seq, search: Search, *, limits: Array, ends: tuple[int, int], beam: Beam) -> Search:
+def _step(model: Seq2Seq, search: Search, *, limits: Array, ends: tuple[tuple[int, ...], int], beam: Beam) -> Search:
     """One more token for each living beam."""
-    (batch, size), step, (start, end) = search.sums.shape, search.step, ends
-    last = jnp.where(step == 0, start, jax.lax.dynamic_index_in_dim(search.tokens, jnp.maximum(step - 1, 0), 2, False))
+    (batch, size), step, (begun, end) = search.sums.shape, search.step, ends
+    last = jnp.where(
+        step == 0, begun[-1], jax.lax.dynamic_index_in_dim(search.tokens, jnp.maximum(step - 1, 0), 2, False)
+    )
     hidden, state = model(last.reshape(batch * size, 1), state=search.state)
     log_probs = model.log_probs(hidden[:, 0]).reshape(batch, size, -1)
     vocabulary = log_probs.shape[-1]
     # At its limit a translation can only end; and what only starts translations, such as Marian's <pad>, is in none.
     ids = jnp.arange(vocabulary)
-    never = ((step >= limits)[:, None, None] & (ids != end)) | ((ids == start) & (ids != end))
+    never = ((step >= limits)[:, None, None] & (ids != end)) | ((ids == begun[0]) & (ids != end))
     sums = search.sums[:, :, None] + jnp.where(never, NEVER, log_probs)
 
     # Twice as many candidates as beams: if all of the best ones end, as many are left to live on.
@@ -154,7 +161,7 @@ def _step(model: Seq2Seq, search: Search, *, limits: Array, ends: tuple[int, int
     ends = token == end
 
     ended = ends & (jnp.arange(sums.shape[1]) < size) & ~search.done[:, None] & (sums > NEVER / 2)
-    length = step + 1
+    length = step + len(begun)
     scores = jnp.where(ended, sums / length.astype(jnp.float32) ** beam.length_penalty, NEVER)
     pool = jnp.concatenate([search.scores, scores], 1)
     best, chosen = jax.lax.top_k(pool, size)
@@ -170,7 +177,7 @@ def _step(model: Seq2Seq, search: Search, *, limits: Array, ends: tuple[int, int
     if not beam.early_stopping:
         full &= best[:, -1] >= living[:, 0] / length.astype(jnp.float32) ** beam.length_penalty
     return Search(
-        step=length,
+        step=step + 1,
         state=reorder(state, rows),
         tokens=jnp.take_along_axis(tokens, survivors[:, :, None], 1),
         sums=living,

@@ -47,15 +47,18 @@ def start(
 
 
 def start_translation(
-    model: Seq2Seq, sources: Int[np.ndarray, "b m"], length: int, *, start: int, seed: int = 0
+    model: Seq2Seq, sources: Int[np.ndarray, "b m"], length: int, *, start: int | Sequence[int], seed: int = 0
 ) -> Generation:
-    """Reads sources, rows of ids ended by PADDING, with room to translate each into `length` tokens."""
-    check_length(model.config, max(sources.shape[1], length + 1))
-    check_memory(model, len(sources), length + 1)
+    """Reads sources, rows of ids ended by PADDING, with room to translate each into `length` tokens after `start`."""
+    begun = [[start] if isinstance(start, int) else list(start)] * len(sources)
+    room = length + len(begun[0])
+    check_length(model.config, max(sources.shape[1], room))
+    check_memory(model, len(sources), room)
     graph, arrays = nnx.split(model)
-    state = model.init_state(len(sources), length + 1, _remember(graph, arrays, np.asarray(sources, np.int32)))
-    last, done = jnp.full(len(sources), start, jnp.int32), jnp.zeros(len(sources), bool)
-    return Generation(state, last, done, jax.random.key_data(jax.random.key(seed)))
+    state = model.init_state(len(sources), room, _remember(graph, arrays, np.asarray(sources, np.int32)))
+    state = _prefill_in_chunks(model, state, begun, PREFILL_CHUNK)
+    done = jnp.zeros(len(sources), bool)
+    return Generation(state, _last(begun), done, jax.random.key_data(jax.random.key(seed)))
 
 
 @functools.partial(jax.jit, static_argnums=0)

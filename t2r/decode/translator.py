@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from t2r.convert.model_dir import Model
+from t2r.data.tokenizer import opening
 from t2r.decode import beam as beam_search
 from t2r.decode.beam import Beam, default_limit
 from t2r.decode.generate import go_on, start_translation
@@ -85,11 +86,11 @@ def pad(rows: list[list[int]], count: int) -> np.ndarray:
 
 def _translate(model, tokenizer, rows: np.ndarray, options: Options, first: int) -> list[list[Translation]]:
     if options.sampling is None:
-        found = beam_search.translate(model, rows, start=tokenizer.start, end=tokenizer.stop, beam=options.beam)
+        found = beam_search.translate(model, rows, start=opening(tokenizer), end=tokenizer.stop, beam=options.beam)
         return [[Translation(_line(tokenizer, h.tokens), h.score) for h in hypotheses] for hypotheses in found]
     limits = [default_limit(int(length)) for length in (rows != PADDING).sum(1)]
     seed = options.seed + first  # each batch draws its own
-    generation = start_translation(model, rows, max(limits), start=tokenizer.start, seed=seed)
+    generation = start_translation(model, rows, max(limits), start=opening(tokenizer), seed=seed)
     _, found = go_on(model, generation, max(limits), end=tokenizer.stop, sampling=options.sampling)
     return [[Translation(_line(tokenizer, ids[:limit]))] for ids, limit in zip(found, limits)]
 

@@ -10,7 +10,7 @@ from safetensors.flax import save_file
 
 from t2r import environment
 from t2r.convert.model_dir import Model
-from t2r.data.tokenizer import Tokenizer, TokenizerPair, stops_of
+from t2r.data.tokenizer import Tokenizer, TokenizerPair, opening, stops_of
 from t2r.errors import InputError
 from t2r.export import readme
 from t2r.export.functions import PLATFORMS, Function, Sizes, longest, lower
@@ -103,7 +103,7 @@ def _describe_tokenizer(tokenizer: Tokenizer | TokenizerPair) -> dict[str, Any]:
     folders = (".", ".") if tokenizer.joint else ("source", "target")
     return {
         "source": {"kind": source.kind, "folder": folders[0], "before": before, "after": after},
-        "target": {"kind": target.kind, "folder": folders[1], "start": target.start, "stop": target.stop},
+        "target": {"kind": target.kind, "folder": folders[1], "start": list(opening(target)), "stop": target.stop},
     }
 
 

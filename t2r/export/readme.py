@@ -100,7 +100,8 @@ def _notes(about: dict[str, Any]) -> list[str]:
         notes = [
             f"`source` (b, m) int32 is a sentence a row: {source['before']}, its own tokens, {source['after']}; "
             f"{about['padding']} fills the rows of shorter ones.",
-            f"A translation starts from token {target['start']}, which is no part of it, and ends at {target['stop']}.",
+            f"A translation starts after {target['start']}, no part of it, which `step` reads one after the other, and "
+            f"ends at {target['stop']}.",
         ]
         if about["config"]["positions"] == "learned":
             notes.append(

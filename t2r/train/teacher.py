@@ -21,7 +21,7 @@ from t2r.data.buckets import EncodedPairs
 from t2r.data.pairs import load_pairs
 from t2r.data.prepared import fill_once, once, read_ids, stamps_of, write_ids
 from t2r.data.sources import parts_of, read_text
-from t2r.data.tokenizer import Tokenizer, TokenizerPair, opened, stops_of
+from t2r.data.tokenizer import Tokenizer, TokenizerPair, opened, opening, stops_of
 from t2r.decode.beam import default_limit
 from t2r.decode.generate import go_on, start, start_translation
 from t2r.decode.sampling import Sampling
@@ -69,11 +69,11 @@ def written_pairs(config: ConfigDict, workdir: Path, spec: str, split: str, toke
         chosen = sources[first : first + count]
         rows = pad(chosen, count)
         length = min(default_limit(rows.shape[1]), config.data.length)  # by the width: few programs are compiled
-        generation = start_translation(model, rows, length, start=target.start, seed=_seed(config, first))
+        generation = start_translation(model, rows, length, start=opening(target), seed=_seed(config, first))
         _, found = go_on(model, generation, length, end=target.stop, sampling=_sampling(config), segment=16)
         # A translation that does not come to its end is none; pairs with an empty side are left out of batches.
         ended = [ids if len(ids) < length else [] for ids in found]
-        return [row for source, ids in zip(chosen, ended) for row in (source, [target.start, *ids, target.stop])]
+        return [row for source, ids in zip(chosen, ended) for row in (source, [*opening(target), *ids, target.stop])]
 
     def show(rows: Rows) -> list[str]:
         sides = zip(rows[::2], rows[1::2])

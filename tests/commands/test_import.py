@@ -13,6 +13,9 @@ import sentencepiece
 from conftest import PROSE, error
 from t2r.convert import model_dir, tensors
 from t2r.data.tokenizer import SentencePiece, stops_of
+from t2r.decode import beam
+from t2r.decode.generate import go_on, start_translation
+from t2r.evaluate.logits import logits_of
 from tests.convert.make_references import FOLDER
 
 
@@ -51,6 +54,42 @@ def test_a_language_model_comes_with_its_tokenizer(tmp_path, call):
     assert error(np.load(tmp_path / "logits.npz")["logits"], np.load(ids)["logits"]) < 1e-5
     status, printed = call("import", f"--source={source}", f"--output={tmp_path}/ours")
     assert status == 2 and "exists already" in printed
+
+
+def test_a_model_of_many_languages_translates_from_one_into_another(tmp_path, call):
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+
+    source = shutil.copytree(FOLDER / "mbart", tmp_path / "mbart")
+    special = ["<s>", "<pad>", "</s>", "<unk>", "en_XX", "de_DE", "ro_RO"]
+    tokens = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokens.train_from_iterator([PROSE], trainers.BpeTrainer(vocab_size=61, special_tokens=special))
+    around = processors.TemplateProcessing(single="en_XX $A </s>", special_tokens=[("en_XX", 4), ("</s>", 2)])
+    tokens.post_processor = around
+    tokens.save(str(source / "tokenizer.json"))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"decoder_start_token_id": 2, "eos_token_id": 2}))
+
+    into = ["import", f"--source={source}", "--source_language=de_DE"]
+    status, printed = call(*into, f"--output={tmp_path}/none", "--target_language=fr_XX")
+    assert status == 2 and "--target_language=fr_XX: choose one of en_XX, de_DE, ro_RO" in printed
+    status, _ = call(*into, f"--output={tmp_path}/ours", "--target_language=ro_RO")
+    assert status == 0
+    model, pair, _ = model_dir.load(tmp_path / "ours")
+    ids = tokens.encode("two boats", add_special_tokens=False).ids
+    assert pair.encode_source("two boats") == [5, *ids, 2] and pair.encode_target("two boats") == [2, 6, *ids, 2]
+
+    rows = np.array([pair.encode_source("two boats")])
+    written = [2, 6]
+    for _ in range(5):
+        logits = logits_of(model, {"input_ids": rows, "decoder_input_ids": np.array([written])})
+        written.append(int(logits[0, -1].argmax()))
+    (found,) = beam.translate(model, rows, start=(2, 6), end=2, beam=beam.Beam(1), limits=[5])[0]
+    sampled = go_on(model, start_translation(model, rows, 5, start=(2, 6)), 5, end=2)[1][0]
+    expected = written[2:][: written[2:].index(2)] if 2 in written[2:] else written[2:]
+    assert found.tokens == sampled == expected
+    best = beam.translate(model, rows, start=(2, 6), end=2, beam=beam.Beam(3), limits=[5])[0][0]
+    assert best.score == pytest.approx(best.log_probability / (len(best.tokens) + 2) ** 0.6), "its language counts, too"
 
 
 def test_a_translation_model_comes_with_its_pieces(tmp_path, call):

@@ -2,26 +2,49 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer as Tokens
 
 from t2r.console import say
-from t2r.data.tokenizer import FairseqSubwords, FairseqWords, Hub, Pieces, SentencePiece, Tokenizer, TokenizerPair
+from t2r.data.tokenizer import (
+    FairseqSubwords,
+    FairseqWords,
+    Hub,
+    Pieces,
+    SentencePiece,
+    Tokenizer,
+    TokenizerPair,
+    languages,
+)
 from t2r.errors import InputError, raise_all
 from t2r.model.config import ModelConfig
 
 
-def read(folder: Path, config: dict[str, Any], *, translates: bool) -> Tokenizer | TokenizerPair:
+class Languages(NamedTuple):
+    """Those that a model of many is to translate from and into, such as `en_XX`; None: as its own files say."""
+
+    source: str | None = None
+    target: str | None = None
+
+
+def read(
+    folder: Path, config: dict[str, Any], *, translates: bool, chosen: Languages = Languages()
+) -> Tokenizer | TokenizerPair:
     """A directory's tokenizer, of whichever kind; for a translation model, both."""
+    is_hub = not (folder / "source.spm").exists() and translates
+    if any(chosen) and not is_hub:
+        raise InputError(f"{folder} is no model of many languages: leave --source_language and --target_language out")
     if (folder / "source.spm").exists():
         return marian(folder)
     if not (folder / "tokenizer.json").exists() and (folder / "tokenizer.model").exists() and not translates:
         return SentencePiece.load_file(folder / "tokenizer.model")
-    tokenizer = hub(folder, config)
+    tokenizer = hub(folder, config, chosen if translates else None)
     return TokenizerPair(tokenizer, tokenizer) if translates else tokenizer
 
 
-def hub(folder: Path, config: dict[str, Any]) -> Hub:
-    """tokenizer.json, or the two files that GPT-2 had before there was one."""
+def hub(folder: Path, config: dict[str, Any], chosen: Languages | None = None) -> Hub:
+    """tokenizer.json, or the two files that GPT-2 had before there was one; if it translates, with the languages."""
     if (folder / "tokenizer.json").exists():
         content = (folder / "tokenizer.json").read_text("utf-8")
     elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
@@ -36,8 +59,30 @@ def hub(folder: Path, config: dict[str, Any]) -> Hub:
     stops = stops if isinstance(stops, list) else [-1 if stops is None else stops]
     # Some put a beginning before every text, which others know of and never use.
     begins = _begins(content, ids.get("bos_token_id"))
-    start = ids.get("decoder_start_token_id", config.get("decoder_start_token_id"))
-    return Hub(content, ids["bos_token_id"] if begins else None, stops[0], start, stops[1:])
+    begin = ids["bos_token_id"] if begins else None
+    if chosen is None:
+        return Hub(content, begin, stops[0], None, stops[1:])
+    start, second = ids.get("decoder_start_token_id"), ids.get("forced_bos_token_id")
+    source, target = _language_ids(content, chosen)
+    named = languages(Tokens.from_str(content)).values()
+    if start in named:  # it says the language, too
+        start = start if target is None else target
+    elif target is not None:
+        second = target
+    elif len(named) > 1 and second is None:
+        say(f"{folder} knows {len(named)} languages; which it translates into, the text decides: or --target_language")
+    return Hub(content, begin, stops[0], start, stops[1:], second, source)
+
+
+def _language_ids(content: str, chosen: Languages) -> tuple[int | None, int | None]:
+    known = languages(Tokens.from_str(content))
+    problems = [
+        f"--{side}_language={name}: {'choose one of ' + ', '.join(known) if known else 'the model names no languages'}"
+        for side, name in zip(chosen._fields, chosen)
+        if name is not None and name not in known
+    ]
+    raise_all("no such language:", problems)
+    return known.get(chosen.source), known.get(chosen.target)
 
 
 def marian(folder: Path) -> TokenizerPair:
@@ -108,8 +153,6 @@ def _text(path: Path) -> str:
 
 def _begins(content: str, begin: int | None) -> bool:
     """Whether a text with special tokens begins with this one."""
-    from tokenizers import Tokenizer as Tokens
-
     ids = Tokens.from_str(content).encode("a").ids
     return begin is not None and bool(ids) and ids[0] == begin
 

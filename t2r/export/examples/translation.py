@@ -18,7 +18,9 @@ sentence = [*source["before"], *encode(sys.argv[1]), *source["after"]]
 length = min(2 * len(sentence) + 16, about["longest"] or sys.maxsize)
 
 state = read(weights, jax.numpy.array([sentence] * texts, "int32"))
-token, written = target["start"], []
+(*before, token), written = target["start"], []
+for each in before:
+    state = step(weights, state, jax.numpy.full(texts, each, "int32"))[1]
 while len(written) < length and written[-1:] != [target["stop"]]:
     logits, state = step(weights, state, jax.numpy.full(texts, token, "int32"))
     written.append(token := int(logits[0].argmax()))
