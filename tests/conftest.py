@@ -4,17 +4,17 @@ import functools
 import json
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
-# Eight devices, for meshes of three axes. Programs here are small and run once: compiling them is most of the
-# time, so LLVM is told not to try hard.
+# Programs here are small and run once: compiling them is most of the time, so the compiler is told not to try hard.
+QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+if version("jax").startswith("0.10."):  # later ones do not know it; a flag that is not known ends the process
+    QUICK_TO_COMPILE += " --xla_cpu_use_fusion_emitters=false"
+
+# Eight devices, for meshes of three axes.
 os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=8",
-        "--xla_backend_optimization_level=0",
-        "--xla_llvm_disable_expensive_passes=true",
-    ]
+    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", QUICK_TO_COMPILE]
 )
 
 # What was compiled once, by another worker, a process that a test starts or an earlier run, is not compiled again.
@@ -22,7 +22,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1]
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-from jaxtyping import install_import_hook
+from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook("t2r.attention", "beartype.beartype")
 

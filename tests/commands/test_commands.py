@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from conftest import make_model, micro
+from conftest import QUICK_TO_COMPILE, make_model, micro
 from t2r.convert import model_dir
 from t2r.data.sources import load_documents
 
 ROOT = Path(__file__).parents[2]
-
-
-QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def t2r(*arguments, timeout=300, xla_flags=QUICK_TO_COMPILE, stdin=None):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from conftest import QUICK_TO_COMPILE
 from t2r.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -36,8 +37,7 @@ def command(config_file, workdir, *more):
 
 
 def environment():
-    fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    return {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": fast}
+    return {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": QUICK_TO_COMPILE}
 
 
 def train(config_file, workdir, *more):
