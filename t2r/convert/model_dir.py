@@ -1,5 +1,6 @@
 """A model is a directory: config.json, model.safetensors, the tokenizer, provenance.json."""
 
+import gc
 import json
 import math
 from pathlib import Path
@@ -102,6 +103,7 @@ def load_arrays(path: Path, config: ModelConfig) -> dict[str, jnp.ndarray]:
         if found[name].shape != expected[name]
     ]
     raise_all(f"{path / 'model.safetensors'} does not fit its config.json:", problems)
+    gc.collect()  # modules of newer versions of Flax hold themselves: a model that is gone may still be in memory
     largest_first = sorted(expected, key=lambda name: -math.prod(expected[name]))  # while there is most room to copy
     return {name: _copied(found[name]) for name in largest_first}
 
