@@ -231,6 +231,7 @@ class Hub:
         self.stop, self.begins, self.other_stops = stop, begin is not None, tuple(other_stops)
         self.end = stop if begin is None else begin
         self.start, self.second, self._language = stop if start is None else start, second, language
+        self._replaced = set() if language is None else set(languages(self._tokens).values())
 
     @classmethod
     def load(cls, folder: Path) -> "Hub":
@@ -244,11 +245,7 @@ class Hub:
 
     def encode_source(self, text: str) -> list[int]:
         """A whole sentence as the model saw it in training, with whatever stands around it."""
-        ids = self._tokens.encode(text).ids
-        if self._language is None:
-            return ids
-        named = set(languages(self._tokens).values())
-        return [self._language if i in named else i for i in ids]
+        return [self._language if i in self._replaced else i for i in self._tokens.encode(text).ids]
 
     def decode(self, ids: list[int]) -> str:
         return self._tokens.decode([int(i) for i in ids])

@@ -19,7 +19,7 @@ from t2r.train.sharding import batch_sharding, replicated
 
 TEACHER = "teacher."
 # No CUDA graphs on a GPU, which would wait for one to be made ready after each loop or condition that the host decides
-# on: 6% faster with layer dropout, 1% without (results/train_speed.md). Other platforms have none.
+# on: 1% faster (results/train_speed.md). Other platforms have none.
 OPTIONS = {"xla_gpu_graph_min_graph_size": 2**30}
 
 

@@ -58,24 +58,24 @@ def hub(folder: Path, config: dict[str, Any], chosen: Languages | None = None) -
     stops = ids.get("eos_token_id")
     stops = stops if isinstance(stops, list) else [-1 if stops is None else stops]
     # Some put a beginning before every text, which others know of and never use.
-    begins = _begins(content, ids.get("bos_token_id"))
-    begin = ids["bos_token_id"] if begins else None
+    tokens = Tokens.from_str(content)
+    begin = ids.get("bos_token_id")
+    begin = begin if tokens.encode("a").ids[:1] == [begin] else None
     if chosen is None:
         return Hub(content, begin, stops[0], None, stops[1:])
     start, second = ids.get("decoder_start_token_id"), ids.get("forced_bos_token_id")
-    source, target = _language_ids(content, chosen)
-    named = languages(Tokens.from_str(content)).values()
-    if start in named:  # it says the language, too
+    known = languages(tokens)
+    source, target = _language_ids(known, chosen)
+    if start in known.values():  # it says the language, too
         start = start if target is None else target
     elif target is not None:
         second = target
-    elif len(named) > 1 and second is None:
-        say(f"{folder} knows {len(named)} languages; which it translates into, the text decides: or --target_language")
+    elif len(known) > 1 and second is None:
+        say(f"{folder} knows {len(known)} languages; which it translates into, the text decides: or --target_language")
     return Hub(content, begin, stops[0], start, stops[1:], second, source)
 
 
-def _language_ids(content: str, chosen: Languages) -> tuple[int | None, int | None]:
-    known = languages(Tokens.from_str(content))
+def _language_ids(known: dict[str, int], chosen: Languages) -> tuple[int | None, int | None]:
     problems = [
         f"--{side}_language={name}: {'choose one of ' + ', '.join(known) if known else 'the model names no languages'}"
         for side, name in zip(chosen._fields, chosen)
@@ -149,12 +149,6 @@ def _text(path: Path) -> str:
         raise InputError(f"no {path}: it belongs beside the checkpoint") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text: byte {error.start}") from None
-
-
-def _begins(content: str, begin: int | None) -> bool:
-    """Whether a text with special tokens begins with this one."""
-    ids = Tokens.from_str(content).encode("a").ids
-    return begin is not None and bool(ids) and ids[0] == begin
 
 
 def _json(path: Path) -> dict[str, Any]:
