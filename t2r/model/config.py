@@ -115,7 +115,7 @@ class ModelConfig:
     layer_dropout: float = 0.0
     adaptive_dropout: float = 0.0
     dtype: str = "float32"  # of activations; parameters are float32
-    kernels: str = "auto"  # of attention, in Pallas: where they were measured; on: wherever there are any; off: none
+    kernels: str = "auto"  # in Pallas: where they were measured; on: wherever there are any; off: none
     remat: bool = False  # keep only what goes from layer to layer for the backward pass, and compute the rest again
     scan_layers: bool = False  # compile one layer, or one period of a pattern such as 75%, for all
 

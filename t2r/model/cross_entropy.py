@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from t2r.layout import RULES
+from t2r.model import rare_words
 
 # Logits that are held at once: half a gibibyte in float32.
 LOGITS = 2**27
@@ -36,7 +37,8 @@ class Wanted(NamedTuple):
 
     smoothing: float = 0.0  # spread evenly over all words
     taught: float = 0.0  # of all: a teacher's probabilities
-    rare: bool = False  # few tokens are inside: keeping room for all is not worth it
+    rare: bool = False  # few tokens are inside: keeping room for all is not worth it; all is the target's
+    kernels: str = "off"  # for these, see `rare_words`
 
 
 def cross_entropy(
@@ -48,6 +50,7 @@ def cross_entropy(
     taught: float = 0.0,
     *,
     rare: bool = False,
+    kernels: str = "off",
 ) -> Float[Array, "b n"]:
     """-Σ p log q, q the probabilities of words, and p all on the target, or as `Wanted` says.
 
@@ -56,11 +59,12 @@ def cross_entropy(
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {} if mesh is None or mesh.empty else dict(mesh.shape)
     ways = math.prod(sizes.get(axis, 1) for axis in RULES["batch"])
-    # Devices that share the words of a vocabulary must go through the same rows: all of them.
-    some = inside is not None and all(sizes.get(axis, 1) == 1 for axis in RULES["vocabulary"])
+    own = len(targets) % ways == 0  # each device has its own rows
+    # Devices that share rows, or the words of a vocabulary, must go through the same rows: all of them.
+    some = inside is not None and own and all(sizes.get(axis, 1) == 1 for axis in RULES["vocabulary"])
     inside = jnp.ones(targets.shape, bool) if inside is None else inside
-    loss = functools.partial(_of_rows, some=some, wanted=Wanted(smoothing, taught, rare))
-    if ways > 1 and len(targets) % ways == 0:  # each device has its own rows
+    loss = functools.partial(_of_rows, some=some, wanted=Wanted(smoothing, taught, rare, kernels))
+    if ways > 1 and own:
         rows, whole = PartitionSpec(RULES["batch"]), PartitionSpec()
         given = Scored(rows, whole, whole)
         specs = (given, rows, rows, given if teacher else whole)
@@ -79,8 +83,11 @@ def _of_rows(
     def flat(one: Scored | None) -> Scored | None:
         return one and one._replace(x=one.x.reshape(-1, one.x.shape[-1])[order])
 
-    count = used.sum() if some else None
-    losses = _loss(flat(scored), targets.reshape(-1)[order], count, flat(teacher), wanted)
+    given, hits, count = flat(scored), targets.reshape(-1)[order], used.sum() if some else None
+    if some and wanted.rare and rare_words.has_kernels(wanted.kernels, given.x):
+        losses = rare_words.losses(given.x, given.table, hits, count)
+    else:
+        losses = _loss(given, hits, count, flat(teacher), wanted)
     if some:
         return jnp.zeros_like(losses).at[order].set(losses, unique_indices=True).reshape(targets.shape)
     return jnp.where(used, losses, 0).reshape(targets.shape)

@@ -87,7 +87,7 @@ class AdaptiveEmbedding(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         bounds = (0, *config.adaptive_cutoffs, config.vocab_size)
         self.bounds = bounds
-        self.dropout = config.adaptive_dropout
+        self.dropout, self.kernels = config.adaptive_dropout, config.kernels
         self.dtype = jnp.dtype(config.dtype)
         sizes = [config.width // config.adaptive_factor**band for band in range(len(bounds) - 1)]
         normal, xavier = nnx.initializers.normal, nnx.initializers.xavier_uniform()
@@ -161,7 +161,8 @@ class AdaptiveEmbedding(nnx.Module):
         for band in range(1, len(self.tables)):
             inside, table = band_of == band, constrain(self.tables[band][...], ("vocabulary", None))
             place = jnp.where(inside, targets - self.bounds[band], 0)
-            total += cross_entropy(Scored(self._hidden(band, x, key), table), place, inside, rare=True)
+            scored = Scored(self._hidden(band, x, key), table)
+            total += cross_entropy(scored, place, inside, rare=True, kernels=self.kernels)
         return total
 
 
