@@ -17,6 +17,7 @@ from t2r.errors import InputError
 from t2r.layout import HIDDEN, KV_CACHE, LINEAR_STATE, constrain
 from t2r.model.config import AttentionSpec, ModelConfig
 from t2r.model.embedding import PlainEmbedding, make_embedding, sinusoids
+from t2r.model.layer_dropout import run_or_skip
 
 ACTIVATIONS = {
     "relu": jax.nn.relu,
@@ -196,11 +197,16 @@ def run_layers(
     recompute = jax.checkpoint if config.remat else lambda function: function
 
     def run(block: Block, x: Array, source: State | None, key: PRNGKeyArray | None) -> Array:
-        layer = lambda x: block(x, source=source, key=key, **inputs)[0]  # noqa: E731
         if not config.layer_dropout or key is None:
-            return layer(x)
+            return block(x, source=source, key=key, **inputs)[0]
+        graph, arrays = nnx.split(block)
+
+        def layer(x: Array, learned: tuple, fixed: tuple) -> Array:
+            (arrays, source), (key, inputs) = learned, fixed
+            return nnx.merge(graph, arrays)(x, source=source, key=key, **inputs)[0]
+
         keep = jax.random.bernoulli(jax.random.fold_in(key, 2), 1 - config.layer_dropout)
-        return jax.lax.cond(keep, layer, lambda x: x, x)  # a layer that is dropped is not computed
+        return run_or_skip(layer, keep, x, (arrays, source), (key, inputs))
 
     split = [nnx.split(block) for block in blocks] if config.scan_layers else []
     period = _period([graph for graph, _ in split]) if config.scan_layers else len(blocks)
