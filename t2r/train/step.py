@@ -18,9 +18,11 @@ from t2r.model.transformer import LanguageModel
 from t2r.train.sharding import batch_sharding, replicated
 
 TEACHER = "teacher."
-# No CUDA graphs on a GPU, which would wait for one to be made ready after each loop or condition that the host decides
-# on: 1% faster (results/train_speed.md). Other platforms have none.
-OPTIONS = {"xla_gpu_graph_min_graph_size": 2**30}
+# On a GPU a part of a step is one CUDA graph, its loops and conditions in it: else the GPU waits for the host at each of
+# them (results/train_speed.md). These are XLA's own choice of commands, and two more. Other platforms have no graphs.
+OPTIONS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+}
 
 
 class TrainState(NamedTuple):
