@@ -18,7 +18,7 @@ from t2r.model.parameters import Arrays, abstract_model, arrays_of, trainable_na
 from t2r.model.transformer import LanguageModel
 from t2r.train.config import conversion, has_teacher
 from t2r.train.optimizer import make_optimizer
-from t2r.train.sharding import batch_ways
+from t2r.train.sharding import batch_ways, rows_of_part
 from t2r.train.step import Step, TrainState, init_state
 
 # Pairs are of many lengths, which only the data knows: tokens a side of those that shapes are made for.
@@ -92,7 +92,7 @@ def part_of_shapes(config: ConfigDict, ways: int) -> Batch:
         return jax.ShapeDtypeStruct((rows, width), jnp.int32)
 
     if not is_pairs(config.data.source):
-        return Batch(ids(config.data.batch // config.accumulate, config.data.length + 1))
+        return Batch(ids(rows_of_part(config, ways), config.data.length + 1))
     tokens = config.data.batch_tokens // config.accumulate
     rows = max(tokens // PAIR_LENGTH // ways, 1) * ways
     return Batch(ids(rows, PAIR_LENGTH + 1), ids(rows, PAIR_LENGTH))

@@ -47,6 +47,17 @@ def batch_ways(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in RULES["batch"])
 
 
+def rows_of_part(config: ConfigDict, ways: int) -> int:
+    """Sequences in one of a step's parts, for language models; they must divide among the devices."""
+    rows = config.data.batch // config.accumulate
+    if rows % ways:
+        raise InputError(
+            f"config.data.batch={config.data.batch} over config.accumulate={config.accumulate} must divide among "
+            f"{ways} devices; or let some of them share a layer's work: config.mesh.tensor"
+        )
+    return rows
+
+
 def place(tree: Any, layout: Any) -> Any:
     """A tree of arrays that every process has, laid out on the mesh."""
 

@@ -15,6 +15,7 @@ from t2r.data.tokenizer import Tokenizer, TokenizerPair
 from t2r.errors import InputError
 from t2r.evaluate.perplexity import document_perplexity, pair_perplexity, perplexity
 from t2r.model.transformer import LanguageModel, check_length
+from t2r.train.sharding import rows_of_part
 from t2r.train.teacher import written_pairs, written_tokens
 
 Texts = tuple[np.ndarray, np.ndarray]  # all ids, and where each text ends
@@ -34,11 +35,7 @@ class LanguageModelling:
 
     def __init__(self, config: ConfigDict, workdir: Path, model: LanguageModel, tokenizer: Tokenizer, devices: int):
         check_length(model.config, config.data.length)
-        if (config.data.batch // config.accumulate) % devices:
-            raise InputError(
-                f"config.data.batch={config.data.batch} over config.accumulate={config.accumulate} must divide among "
-                f"{devices} devices"
-            )
+        rows_of_part(config, devices)  # or there is no batch
         data, self._config, self._start = config.data, config, tokenizer.end
         (tokens, ends), self._valid = _texts(config, workdir, tokenizer)
         by_document = data.documents

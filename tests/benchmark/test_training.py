@@ -69,6 +69,14 @@ def test_a_step_is_measured_on_all_devices():
     assert np.isfinite(speed.loss) and speed.utilisation is None, "a CPU is in no table"
 
 
+def test_rows_that_do_not_divide_among_devices_are_refused():
+    config = default_config()
+    config.model = architecture("micro_lm")
+    config.data.update(length=16, batch=20, vocab_size=0)
+    with pytest.raises(InputError, match="config.data.batch=20 .* 8 devices.*config.mesh.tensor"):
+        measure(config)
+
+
 def test_a_topology_that_is_not_there_is_said():
     with pytest.raises(InputError, match="there are v2, v3"):
         devices_of("v1:2x2")
