@@ -57,4 +57,4 @@ def test_inputs_are_not_copied_to_be_kept():
     assert [len(condition.outvars) for condition in conditions] == [
         3,
         2,
-    ]  # x, sin and cos of the weight; both gradients
+    ]  # x, two of the weight; both gradients
