@@ -1,12 +1,15 @@
-"""A language model's decoding step in few kernels: five for each layer (Pallas: Triton, GPU).
+"""A decoding step in few kernels: five for each layer, three more where it sees a source (Pallas: Triton, GPU).
 
 A recurrent step is small. Left to itself it is some fifteen kernels for each layer, most of them shorter than the time
 it takes to start them. Here a norm and the products after it are one kernel, a product and the residual stream after it
 another, and the recurrent step between them the third. Factors are kept as `tiles` has them, and each kernel asks the
 cache for those of the next.
 
-For what gains most: language models with norms before, plain feed-forwards, and softmax or merged T2R attention without
+For what gains most: models with norms before or after, plain feed-forwards, and softmax or merged T2R attention without
 rotation. It equals the model's own step, which stays the one to read.
+
+A norm is part of the product that reads it. Where norms come after, what was added up waits for its norm: the next
+product is the first to apply it, and so does the next residual, each for itself.
 """
 
 from collections.abc import Callable
@@ -37,6 +40,8 @@ class Layer(NamedTuple):
     out: Rows
     up: Rows
     down: Rows
+    cross: Rows | None  # queries, or φ(q); None: there is no source
+    cross_out: Rows | None
 
 
 class Packed(NamedTuple):
@@ -52,6 +57,12 @@ class Stream(NamedTuple):
     x: Float[Array, "groups n"]  # as `tiles.factors`
     sums: Float[Array, "b parts"]
     squares: Float[Array, "b parts"]
+    scale: Float[Array, "width"] | None = None  # of the norm that x waits for, in float32; None: x is the residual
+    bias: Float[Array, "width"] | None = None
+
+    def waiting_for(self, norm: Any) -> "Stream":
+        bias = jnp.zeros_like(norm.scale[...]) if norm.bias is None else norm.bias[...]
+        return self._replace(scale=norm.scale[...], bias=bias)
 
 
 def suits(model: LanguageModel) -> bool:
@@ -59,22 +70,28 @@ def suits(model: LanguageModel) -> bool:
     config = model.config
     inputs = (config.width, config.feedforward, config.heads * config.head_dim)
     return (
-        not config.encoder_layers
-        and (config.norm, config.norm_placement, config.activation) == ("layer", "before", "relu")
+        (config.norm, config.activation) == ("layer", "relu")
+        and config.norm_placement in ("before", "after")
         and not (config.gated or config.parallel or config.query_norm or config.positions == "rotary")
-        and all(_is_known(block.attention) for block in model.blocks)
+        and all(_is_known(block.attention) and _is_known(_cross(block)) for block in model.blocks)
         and _is_power(config.width, 32 * tiles.WARPS)
         and all(_is_power(size, 32 * tiles.WARPS) or size % tiles.COLUMNS == 0 for size in inputs)
     )
 
 
+def _cross(block: Block) -> Any:
+    return getattr(block, "cross", None)
+
+
 def _is_known(attention: Any) -> bool:
+    if attention is None:
+        return True
     shape = attention.shape
     projections = [attention.query, attention.key, attention.value]
-    fit = sum(linear.kernel.shape[1] * linear.kernel.shape[2] for linear in projections) % 32 == 0
+    fit = all(linear.kernel.shape[1] * linear.kernel.shape[2] % 32 == 0 for linear in projections)
     if not isinstance(attention, MergedLinearAttention):
         return fit and isinstance(attention, SoftmaxAttention)
-    powers = all(_is_power(size, 16) for size in (attention.key.kernel.shape[2], shape.head_dim))
+    powers = all(_is_power(size, 4) for size in (attention.key.kernel.shape[2], shape.head_dim))
     return fit and powers and shape.heads == shape.kv_heads
 
 
@@ -84,10 +101,12 @@ def _is_power(size: int, least: int) -> bool:
 
 
 def available(model: LanguageModel, texts: int) -> bool:
-    """Whether to use them, here: on one NVIDIA GPU, for few texts."""
+    """Whether to use them, here: on one NVIDIA GPU, for few texts; by themselves where they were measured."""
     config = model.config
-    here = "NVIDIA" in jax.devices()[0].device_kind and is_alone() and config.kernels != "off"
-    return here and texts <= MOST and config.dtype == "bfloat16" and suits(model)
+    measured = not config.encoder_layers and config.norm_placement == "before"
+    asked = config.kernels == "on" or (config.kernels == "auto" and measured)
+    here = "NVIDIA" in jax.devices()[0].device_kind and is_alone()
+    return asked and here and texts <= MOST and config.dtype == "bfloat16" and suits(model)
 
 
 def pack_model(model: LanguageModel) -> Packed:
@@ -95,7 +114,11 @@ def pack_model(model: LanguageModel) -> Packed:
     dtype, config = jnp.dtype(model.config.dtype), model.config
     plain = isinstance(model.embedding, PlainEmbedding) and config.vocab_size * config.width < 2**31  # as Triton counts
     words = pack(*_words(model.embedding), dtype) if plain else None
-    return Packed(tuple(pack_layer(block, dtype) for block in model.blocks), words)
+    layers, waits_for = [], None  # the norm that what was added up last waits for
+    for block in model.blocks:
+        layers.append(pack_layer(block, dtype, waits_for))
+        waits_for = block.feedforward_norm
+    return Packed(tuple(layers), words)
 
 
 class FusedModel:
@@ -108,13 +131,19 @@ class FusedModel:
         """As the model itself, for one token of each text."""
         model, layers, texts = self._model, self._packed.layers, len(tokens)
         x = embed(model, model.embedding, tokens, state.position[:, None] + mask - 1)[:, 0]
-        stream, pasts = stream_of(x, parts=layers[0].out.count), []
-        for block, layer, past, then in zip(model.blocks, layers, state.layers, [*layers[1:], None]):
-            stream, past = self._layer(block, layer, stream, past, mask, self._first_matrix(then))
+        eps = model.config.norm_eps if self._norms_after else None
+        stream, pasts = stream_of(x, parts=layers[0].out.count, ready=eps), []
+        sources = state.source or [None] * len(layers)
+        for block, layer, past, source, then in zip(model.blocks, layers, state.layers, sources, [*layers[1:], None]):
+            first = self._first_matrix(then)
+            stream, past = self._attend(block, layer, stream, past, mask)
+            stream = stream if source is None else self._see(block, layer, stream, source, texts)
+            stream = self._feed(block, layer, stream, first)
             pasts.append(past)
         x = tiles.texts(stream.x)[:texts]
+        x = model.blocks[-1].feedforward_norm(x) if self._norms_after else x
         x = x if model.final_norm is None else model.final_norm(x)
-        return x[:, None], DecodeState(tuple(pasts), state.position + mask[:, 0], None)
+        return x[:, None], DecodeState(tuple(pasts), state.position + mask[:, 0], state.source)
 
     def scores(self, hidden: Array) -> Array:
         return self._model.scores(hidden)
@@ -129,26 +158,47 @@ class FusedModel:
         rows = self._packed.words if layer is None else layer.projections
         return None if rows is None else rows.tiles
 
-    def _layer(
-        self, block: Block, layer: Layer, stream: Stream, past: State, mask: Array, then: Array | None
-    ) -> tuple[Stream, State]:
-        """One layer. Each kernel asks for what the next one reads, the last for `then`."""
-        eps, attention = self._model.config.norm_eps, block.attention
-        kernel = dict(interpret=self._interpret)
+    # The branches of a layer. Each kernel asks for what the next one reads, the last for the next layer's first matrix.
+
+    def _attend(self, block: Block, layer: Layer, stream: Stream, past: State, mask: Array) -> tuple[Stream, State]:
+        attention, kernel = block.attention, dict(interpret=self._interpret)
         is_linear = isinstance(attention, MergedLinearAttention)
         features = attention.shape.heads * past.z.shape[-1] if is_linear else 0
-        out, down = layer.out.tiles, layer.down.tiles
+        out, then = layer.out.tiles, (layer.cross or layer.up).tiles
         ahead = past.S if is_linear else out
-        projected = normed_product(
-            stream, layer.projections, eps, relu_before=2 * features, in_rows=True, then=ahead, **kernel
-        )
+        projected = self._product(stream, layer.projections, relu_before=2 * features, in_rows=True, then=ahead)
         if is_linear:
             attended, past = linear_step(projected, past, mask[:, 0], attention.normalizer, then=out, **kernel)
         else:
             attended, past = _softmax_step(attention, projected, past, mask)
-        stream = added_product(stream.x, attended, layer.out, then=layer.up.tiles, **kernel)
-        hidden = normed_product(stream, layer.up, eps, relu_before=len(layer.up.bias), then=down, **kernel)
-        return added_product(stream.x, hidden, layer.down, then=then, **kernel), past
+        return self._added(stream, attended, layer.out, block.attention_norm, then), past
+
+    def _see(self, block: Block, layer: Layer, stream: Stream, source: State, texts: int) -> Stream:
+        attention, out = block.cross, layer.cross_out.tiles
+        is_linear = isinstance(attention, MergedLinearAttention)
+        relu_before, ahead = (len(layer.cross.bias), source.S) if is_linear else (0, out)
+        queries = self._product(stream, layer.cross, relu_before=relu_before, in_rows=True, then=ahead)
+        if is_linear:
+            kernel = dict(then=out, interpret=self._interpret)
+            seen = linear_recall(queries, source, texts, attention.normalizer, **kernel)
+        else:
+            seen = _softmax_recall(attention, queries, source, texts)
+        return self._added(stream, seen, layer.cross_out, block.cross_norm, layer.up.tiles)
+
+    def _feed(self, block: Block, layer: Layer, stream: Stream, then: Array | None) -> Stream:
+        hidden = self._product(stream, layer.up, relu_before=len(layer.up.bias), then=layer.down.tiles)
+        return self._added(stream, hidden, layer.down, block.feedforward_norm, then)
+
+    @property
+    def _norms_after(self) -> bool:
+        return self._model.config.norm_placement == "after"
+
+    def _product(self, stream: Stream, rows: Rows, **options: Any) -> Array:
+        return normed_product(stream, rows, self._model.config.norm_eps, interpret=self._interpret, **options)
+
+    def _added(self, stream: Stream, inputs: Array, rows: Rows, norm: Any, then: Array | None) -> Stream:
+        found = added_product(stream, inputs, rows, self._model.config.norm_eps, then=then, interpret=self._interpret)
+        return found.waiting_for(norm) if self._norms_after else found
 
 
 def _softmax_step(attention: Any, projected: Array, past: softmax.KVCache, mask: Array) -> tuple[Array, State]:
@@ -165,23 +215,38 @@ def _softmax_step(attention: Any, projected: Array, past: softmax.KVCache, mask:
     return tiles.factors(out.reshape(len(mask), -1)), past
 
 
-def stream_of(x: Float[Array, "b e"], *, parts: int) -> Stream:
-    """What the first layer reads."""
+def _softmax_recall(attention: Any, queries: Array, source: softmax.KVCache, texts: int) -> Array:
+    """Likewise over a source; several texts may be translations of one."""
+    shape, sources = attention.shape, len(source.valid)
+    q = queries[:texts].reshape(sources, -1, shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
+    out = softmax.attend(q, source.k, source.v, source.valid[:, None, :], shape.query_scale)
+    return tiles.factors(out.reshape(texts, -1))
+
+
+def stream_of(x: Float[Array, "b e"], *, parts: int, ready: float | None = None) -> Stream:
+    """What the first layer reads; `ready`: as it is, through a norm with this ε that finds nothing to do."""
     filled = jnp.pad(x, [(0, -len(x) % tiles.TEXTS), (0, 0)])
     numbers = filled.astype(jnp.float32).reshape(len(filled), parts, -1)
-    return Stream(tiles.factors(x), numbers.sum(2), (numbers**2).sum(2))
+    if ready is None:
+        return Stream(tiles.factors(x), numbers.sum(2), (numbers**2).sum(2))
+    nothing = jnp.zeros(numbers.shape[:2], jnp.float32)
+    return Stream(tiles.factors(x), nothing, nothing + (1 - ready) * numbers.shape[2])
 
 
-def pack_layer(block: Block, dtype: Any) -> Layer:
-    """A block's matrices."""
-    attention, feed, width = block.attention, block.feedforward, block.attention.shape.width
+def pack_layer(block: Block, dtype: Any, waits_for: Any = None) -> Layer:
+    """A block's matrices; where norms come after, what it reads `waits_for` the one of the layer before."""
+    attention, cross, feed, width = block.attention, _cross(block), block.feedforward, block.attention.shape.width
     heads = [_matrix(linear, width) for linear in (attention.query, attention.key, attention.value)]
     together = [jnp.concatenate(arrays) for arrays in zip(*heads)]
+    norms = [block.attention_norm, *([] if cross is None else [block.cross_norm]), block.feedforward_norm]
+    first, *others, last = [waits_for, *norms[:-1]] if block.norm_placement == "after" else norms
     return Layer(
-        pack(*_after(block.attention_norm, *together), dtype),
+        pack(*_after(first, *together), dtype),
         pack(*_matrix(attention.out, -1, width), dtype),
-        pack(*_after(block.feedforward_norm, *_matrix(feed.up, width)), dtype),
+        pack(*_after(last, *_matrix(feed.up, width)), dtype),
         pack(*_matrix(feed.down, -1, width), dtype),
+        None if cross is None else pack(*_after(*others, *_matrix(cross.query, width)), dtype),
+        None if cross is None else pack(*_matrix(cross.out, -1, width), dtype),
     )
 
 
@@ -200,7 +265,9 @@ def _words(embedding: PlainEmbedding) -> tuple[Array, Array]:
 
 
 def _after(norm: Any, rows: Array, bias: Array) -> tuple[Array, Array]:
-    """These, applied to what has only been brought to mean 0 and variance 1."""
+    """These, applied to what has only been brought to mean 0 and variance 1; or as they are."""
+    if norm is None:
+        return rows, bias
     return rows * norm.scale[...], bias if norm.bias is None else bias + rows @ norm.bias[...]
 
 
@@ -222,10 +289,10 @@ def normed_product(
         here, group = Rows(numbers, of_rows, bias), pl.program_id(1)
         tile = read_tile(here, pl.program_id(0))
         _prefetch(then, pl.program_id(0), rows.count)
-        factors, moments = tiles.read_factors(x, group, here), [part[_texts(group), :] for part in (sums, squares)]
+        factors, moments = tiles.read_factors(x, group, here), _read_moments(sums, squares, group)
         found = tiles.product(factors, tile)
-        mean, square = (parts.sum(1, keepdims=True) / width for parts in moments)
-        found = (found - mean * tile.sums) * jax.lax.rsqrt(square - mean**2 + eps) + tile.bias
+        mean, scale = _mean_and_scale(moments, width, eps)
+        found = (found - mean * tile.sums) * scale + tile.bias
         found = jnp.where(tile.rows < relu_before, jnp.maximum(found, 0.0), found).astype(out.dtype)
         if in_rows:
             out[_texts(group), pl.ds(tile.first, len(tile.bias))] = found
@@ -234,7 +301,17 @@ def normed_product(
 
     shape = (groups * tiles.TEXTS, outputs) if in_rows else (groups, tiles.TEXTS * outputs)
     shape = jax.ShapeDtypeStruct(shape, stream.x.dtype)
-    return _call(normed_product, shape, (rows.count, groups), interpret)(*stream, *rows, *_given(then, interpret))
+    return _call(normed_product, shape, (rows.count, groups), interpret)(*stream[:3], *rows, *_given(then, interpret))
+
+
+def _read_moments(sums, squares, group: Array) -> list[Float[Array, "texts parts"]]:
+    return [part[_texts(group), :] for part in (sums, squares)]
+
+
+def _mean_and_scale(moments: list[Array], width: int, eps: float) -> tuple[Array, Array]:
+    """What a norm takes away, and what it multiplies by."""
+    mean, square = (parts.sum(1, keepdims=True) / width for parts in moments)
+    return mean, jax.lax.rsqrt(square - mean**2 + eps)
 
 
 def _texts(group: Array) -> Any:
@@ -242,22 +319,30 @@ def _texts(group: Array) -> Any:
 
 
 def added_product(
-    x: Float[Array, "groups n"],
+    stream: Stream,
     inputs: Float[Array, "groups m"],
     rows: Rows,
+    eps: float,
     *,
     then: Array | None = None,
     interpret: bool = False,
 ) -> Stream:
-    """x + rows · inputs + bias; both are factors."""
+    """The residual + rows · inputs + bias; inputs are factors."""
+    x, width = stream.x, stream.x.shape[1] // tiles.TEXTS
+    waits = stream.scale is not None
 
-    def added_product(x, inputs, numbers, of_rows, bias, *then_and_outs):
-        *then, out, sums, squares = then_and_outs
+    def added_product(x, inputs, numbers, of_rows, bias, *others):
+        *others, out, sums, squares = others
+        norm, then = (others[:4], others[4:]) if waits else ((), others)
         here, number, group = Rows(numbers, of_rows, bias), pl.program_id(0), pl.program_id(1)
         tile = read_tile(here, number)
         _prefetch(then, number, rows.count)
-        places = tiles.indices(tile.rows, x.shape[1] // tiles.TEXTS)
+        places = tiles.indices(tile.rows, width)
         factors, before = tiles.read_factors(inputs, group, here), x[group, places].astype(jnp.float32)
+        if waits:
+            scale, shift = (ref[pl.ds(tile.first, len(tile.bias))] for ref in norm[2:])
+            mean, deviation = _mean_and_scale(_read_moments(*norm[:2], group), width, eps)
+            before = (before - mean) * deviation * scale + shift
         found = (before + tiles.product(factors, tile) + tile.bias).astype(out.dtype)
         out[group, places] = found
         found = found.astype(jnp.float32)
@@ -265,9 +350,8 @@ def added_product(
 
     part = jax.ShapeDtypeStruct((len(x) * tiles.TEXTS, rows.count), jnp.float32)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype), part, part]
-    return Stream(
-        *_call(added_product, shapes, (rows.count, len(x)), interpret)(x, inputs, *rows, *_given(then, interpret))
-    )
+    call = _call(added_product, shapes, (rows.count, len(x)), interpret)
+    return Stream(*call(x, inputs, *rows, *(stream[1:] if waits else ()), *_given(then, interpret)))
 
 
 def likeliest(x: Float[Array, "groups n"], rows: Rows, *, interpret: bool = False) -> Int[Array, "texts"]:
@@ -330,6 +414,32 @@ def linear_step(
     call = _call(linear_step, shapes, (texts, heads), interpret, aliases={2: 1, 3: 2}, warps=4)
     out, S, z = call(projected, keep.astype(jnp.float32), past.S, past.z, *_given(then, interpret))
     return out, LinearState(S, z)
+
+
+def linear_recall(
+    queries: Float[Array, "texts p"],
+    source: LinearState,
+    texts: int,
+    normalizer: Normalizer,
+    *,
+    then: Array | None = None,
+    interpret: bool = False,
+) -> Float[Array, "groups n"]:
+    """What each text's query reads in S and z of its source; several texts, side by side, may share one."""
+    sources, heads, k, d = source.S.shape
+
+    def linear_recall(queries, S, z, *then_and_out):
+        *then, out = then_and_out
+        text, head = pl.program_id(0), pl.program_id(1)
+        _prefetch(then, text * heads + head, texts * heads)
+        q, place = queries[text, pl.ds(head * k, k)].astype(jnp.float32), (text // (texts // sources), head)
+        found = (q[:, None] * S[place]).sum(0) / normalizer((q * z[place]).sum())
+        places = tiles.index(text % tiles.TEXTS, head * d + jnp.arange(d), heads * d)
+        out[text // tiles.TEXTS, places] = found.astype(out.dtype)
+
+    shape = jax.ShapeDtypeStruct((len(queries) // tiles.TEXTS, tiles.TEXTS * heads * d), queries.dtype)
+    call = _call(linear_recall, shape, (texts, heads), interpret, warps=4)
+    return call(queries, source.S, source.z, *_given(then, interpret))
 
 
 def _given(then: Array | None, interpret: bool) -> list[Array]:

@@ -7,15 +7,16 @@ import pytest
 from flax import nnx
 
 from t2r.decode import fused, generate, tiles
-from t2r.decode.generate import fork, go_on, packed, scan_steps, start
+from t2r.decode.generate import fork, go_on, packed, scan_steps, start, start_translation
 from t2r.decode.prefetch import share
 from t2r.decode.sampling import Sampling
 from t2r.model.config import AttentionSpec
+from t2r.model.loss import PADDING, remember
 from t2r.model.parameters import abstract_model
 from tests.attention.test_kernels import imagined_gpu
-from tests.conftest import error, make_model, micro, random_tokens
+from tests.conftest import error, make_model, micro, micro_mt, random_tokens
 
-SOFTMAX, MERGED = AttentionSpec(), AttentionSpec("merged", "t2r", 16)
+SOFTMAX, MERGED, NARROW = AttentionSpec(), AttentionSpec("merged", "t2r", 16), AttentionSpec("merged", "t2r", 4)
 KINDS = {"t2r": (MERGED,), "softmax": (SOFTMAX,), "both": (MERGED, SOFTMAX)}
 
 
@@ -27,10 +28,12 @@ def small(monkeypatch):
     monkeypatch.setattr(tiles, "PROGRAMS", 4)
 
 
-@pytest.mark.parametrize("kind, texts", [("t2r", 3), ("softmax", 3), ("both", 17)])
-def test_it_is_the_models_step(kind, texts):
+@pytest.mark.parametrize(
+    "kind, texts, placement", [("t2r", 3, "before"), ("softmax", 3, "after"), ("both", 17, "before")]
+)
+def test_it_is_the_models_step(kind, texts, placement):
     """For batches that do not fill the blocks, one text of which has ended."""
-    fields = dict(final_norm=texts == 3, adaptive_cutoffs=())
+    fields = dict(final_norm=texts == 3, adaptive_cutoffs=(), norm_placement=placement)
     model = make_model(micro(attention=KINDS[kind], projection_bias=False, **fields))
     tokens, going = random_tokens(texts, 5), jnp.arange(texts)[:, None] != 1
     _, state = model(tokens, state=model.init_state(texts, 8))
@@ -48,17 +51,50 @@ def test_it_is_the_models_step(kind, texts):
     assert fast.likeliest(hidden).tolist() == model.likeliest(hidden).tolist()
 
 
+TRANSLATION = {
+    "t2r": dict(cross_attention=(MERGED,), attention=(MERGED,)),
+    "softmax": {},
+    "both, norms before": dict(
+        cross_attention=(SOFTMAX, MERGED), attention=(MERGED, SOFTMAX), norm_placement="before", final_norm=True
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TRANSLATION)
+def test_it_is_the_step_of_translation_too(kind):
+    """Two translations of each source, one of which has ended."""
+    model = make_model(micro_mt(**TRANSLATION[kind]))
+    assert fused.suits(model)
+    sources, texts = random_tokens(2, 6, 3, vocab=50).at[1, 4:].set(PADDING), 4
+    tokens, going = random_tokens(texts, 5, vocab=50), jnp.arange(texts)[:, None] != 1
+    fast = fused.FusedModel(model, fused.pack_model(model), interpret=True)
+
+    @jax.jit
+    def both():
+        _, state = model(tokens, state=model.init_state(texts, 8, remember(model, sources)))
+        return [one(tokens[:, :1], state=state, mask=going) for one in (model, fast)]
+
+    plain, kernels = both()
+    alive = np.flatnonzero(going)
+    assert error(kernels[0][alive], plain[0][alive]) < 1e-5
+    assert error(kernels[1], plain[1]) < 1e-5
+
+
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="the kernels themselves run on GPUs only")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "translation"])
 def test_it_is_the_models_step_on_a_gpu(kind, monkeypatch):
     """Eight steps of the paper's width, for a batch that does not fill the blocks."""
     monkeypatch.undo()
-    sizes = dict(layers=4, width=1024, heads=8, feedforward=4096, vocab_size=4096, adaptive_cutoffs=())
-    model = make_model(micro(attention=KINDS[kind] * (4 // len(KINDS[kind])), dtype="bfloat16", **sizes))
+    make, fields, _ = SHAPES["translation" if kind == "translation" else "language model"]
+    kinds = {} if kind == "translation" else dict(attention=KINDS[kind] * (4 // len(KINDS[kind])), layers=4)
+    model = make_model(make(**{**fields, **kinds}, vocab_size=4096, kernels="on"))
     matrices = packed(model, 13)
     assert matrices is not None
     graph, arrays = nnx.split(model)
-    first = start(model, [[text + 1, 2, 3] for text in range(13)], 8)
+    if kind == "translation":
+        first = start_translation(model, np.arange(13 * 6).reshape(13, 6), 8, start=0)
+    else:
+        first = start(model, [[text + 1, 2, 3] for text in range(13)], 8)
     (plain, words), (fast, others) = (
         scan_steps(graph, arrays, fork(first, 1), 8, Sampling(), -1, given) for given in (None, matrices)
     )
@@ -91,7 +127,7 @@ linear_step = fused.linear_step
 def test_it_is_for_plain_language_models_alone():
     assert all(fused.suits(abstract_model(micro(attention=kinds))) for kinds in KINDS.values())
     for fields in (
-        dict(gated=True), dict(norm_placement="after"), dict(norm="rms"), dict(activation="gelu"),
+        dict(gated=True), dict(norm_placement="both"), dict(norm="rms"), dict(activation="gelu"),
         dict(attention=(AttentionSpec("linear", "t2r", 16),)), dict(attention=(MERGED,), kv_heads=1),
         dict(width=96), dict(feedforward=80),
     ):  # fmt: skip
@@ -139,13 +175,27 @@ def test_all_that_comes_next_is_asked_for(lines, programs):
     assert set(asked.tolist()) == set(range(lines))
 
 
-def test_the_papers_model_lowers_for_gpus(monkeypatch):
-    """Five kernels for each layer, and two for the words, in bfloat16."""
+PAPER = dict(width=1024, feedforward=4096, dtype="bfloat16")
+SHAPES = {
+    "language model": (micro, dict(PAPER, heads=8, attention=(MERGED, SOFTMAX), adaptive_cutoffs=()), 5 + 4),
+    "translation": (
+        micro_mt,
+        dict(
+            PAPER, heads=16, attention=(MERGED, SOFTMAX), cross_attention=(AttentionSpec("merged", "t2r", 4), SOFTMAX)
+        ),
+        8 + 6,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_the_papers_models_lower_for_gpus(kind, monkeypatch):
+    """Five kernels for each layer, three more that see a source, and two for the words, in bfloat16."""
     monkeypatch.undo()
-    sizes = dict(width=1024, heads=8, feedforward=4096, adaptive_cutoffs=())
-    config = micro(attention=(MERGED, SOFTMAX), dtype="bfloat16", **sizes)
-    model = make_model(config)
-    state = model.init_state(16, 64)
+    make, fields, kernels = SHAPES[kind]
+    model = make_model(make(**fields))
+    source = remember(model, jnp.ones((16, 8), jnp.int32)) if make is micro_mt else None
+    state = model.init_state(16, 64, source)
     tokens, going = jnp.zeros((16, 1), jnp.int32), jnp.ones((16, 1), bool)
 
     def step(state):
@@ -155,4 +205,4 @@ def test_the_papers_model_lowers_for_gpus(monkeypatch):
 
     with imagined_gpu():
         text = jax.jit(step).trace(state).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("xla.gpu.triton") == 5 + 4 + 2
+    assert text.count("xla.gpu.triton") == kernels + 2
