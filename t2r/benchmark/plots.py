@@ -16,6 +16,7 @@ COLORS = {
     "rfa": "#e69f00", "softmax": SOFTMAX, "chunked": "#009e73",
 }  # fmt: skip
 MARKERS = "osD^vP*X"
+VARIANTS = ("_dropout", "_plain")  # of a row: the same colour, dashed
 
 
 class Curve(NamedTuple):
@@ -34,9 +35,10 @@ def length_plot(
     """One figure. Of curves that coincide all can be seen: the first lies on top, with the smallest marks."""
     figure, axes = plt.subplots(figsize=(7.2, 4.6))
     for place, curve in enumerate(curves):
-        color = COLORS.get(curve.row.removesuffix("_dropout"), OTHER)
+        variant = next((ending for ending in VARIANTS if curve.row.endswith(ending)), "")
+        color = COLORS.get(curve.row.removesuffix(variant), OTHER)
         lengths, values = zip(*sorted(curve.points.items()))
-        line = "--" if curve.row.endswith("_dropout") else "-"
+        line = "--" if variant else "-"
         look = dict(color=color, markersize=4.5 + 1.2 * place, zorder=20 - place, label=curve.label)
         axes.plot(lengths, values, MARKERS[place % len(MARKERS)] + line, **look)
         if curve.spread:
