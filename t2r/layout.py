@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 AXES = ("data", "fsdp", "tensor")
@@ -88,6 +89,15 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
         return NamedSharding(mesh, spec_of(dimensions, leaf.shape, sizes))
 
     return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def unwritten(shape: Sequence[int], dtype: Any) -> Array:
+    """Room for what is written before it is read; zeros where the compiler divides arrays, since it would not divide
+    this one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = [] if mesh is None or mesh.empty else zip(mesh.axis_sizes, mesh.axis_types)
+    divided = any(size > 1 and kind != AxisType.Manual for size, kind in axes)
+    return jnp.zeros(shape, dtype) if divided else jax.lax.empty(shape, dtype)
 
 
 def constrain(x: Array, dimensions: Sequence[str | None]) -> Array:

@@ -23,7 +23,7 @@ from t2r.errors import InputError
 from t2r.layout import KV_CACHE, LINEAR_STATE, shardings, spec_of
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.model.transformer import LanguageModel
-from t2r.train.shapes import run_of_shapes
+from t2r.train.shapes import model_of_shapes, run_of_shapes
 from t2r.train.sharding import make_mesh
 
 # Memory of one device, which on v2 and v3 is one of a chip's two cores.
@@ -98,7 +98,7 @@ def compile_training(config: ConfigDict, topology: str) -> dict[str, Any]:
 def compile_decoding(config: ConfigDict, topology: str, *, batch: int, length: int) -> dict[str, Any]:
     """One step of greedy decoding of what a config trains, on all devices of the topology."""
     mesh = make_mesh(config.mesh, devices_of(topology))
-    return compile_step(run_of_shapes(config, mesh).model, topology, mesh, batch=batch, length=length)
+    return compile_step(model_of_shapes(config), topology, mesh, batch=batch, length=length)
 
 
 def compile_step(model: LanguageModel, topology: str, mesh: Mesh, *, batch: int, length: int) -> dict[str, Any]:

@@ -73,7 +73,8 @@ def suits(model: LanguageModel) -> bool:
         (config.norm, config.activation) == ("layer", "relu")
         and config.norm_placement in ("before", "after")
         and not (config.gated or config.parallel or config.query_norm or config.positions == "rotary")
-        and all(_is_known(block.attention) and _is_known(_cross(block)) for block in model.blocks)
+        and all(_is_known(block.attention) for block in model.blocks)
+        and all(_cross(block) is None or _is_known(block.cross, cross=True) for block in model.blocks)
         and _is_power(config.width, 32 * tiles.WARPS)
         and all(_is_power(size, 32 * tiles.WARPS) or size % tiles.COLUMNS == 0 for size in inputs)
     )
@@ -83,12 +84,10 @@ def _cross(block: Block) -> Any:
     return getattr(block, "cross", None)
 
 
-def _is_known(attention: Any) -> bool:
-    if attention is None:
-        return True
+def _is_known(attention: Any, *, cross: bool = False) -> bool:
     shape = attention.shape
-    projections = [attention.query, attention.key, attention.value]
-    fit = all(linear.kernel.shape[1] * linear.kernel.shape[2] % 32 == 0 for linear in projections)
+    projections = [attention.query] if cross else [attention.query, attention.key, attention.value]
+    fit = sum(linear.kernel.shape[1] * linear.kernel.shape[2] for linear in projections) % 32 == 0
     if not isinstance(attention, MergedLinearAttention):
         return fit and isinstance(attention, SoftmaxAttention)
     powers = all(_is_power(size, 4) for size in (attention.key.kernel.shape[2], shape.head_dim))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from t2r.layout import RULES
+from t2r.layout import RULES, unwritten
 from t2r.model import rare_words
 
 # Logits that are held at once: half a gibibyte in float32.
@@ -37,7 +37,7 @@ class Wanted(NamedTuple):
 
     smoothing: float = 0.0  # spread evenly over all words
     taught: float = 0.0  # of all: a teacher's probabilities
-    rare: bool = False  # few tokens are inside: keeping room for all is not worth it; all is the target's
+    rare: bool = False  # few tokens are inside: keeping room for all is not worth it
     kernels: str = "off"  # for these, see `rare_words`
 
 
@@ -84,7 +84,8 @@ def _of_rows(
         return one and one._replace(x=one.x.reshape(-1, one.x.shape[-1])[order])
 
     given, hits, count = flat(scored), targets.reshape(-1)[order], used.sum() if some else None
-    if some and wanted.rare and rare_words.has_kernels(wanted.kernels, given.x):
+    is_plain = scored.bias is None and teacher is None and not wanted.smoothing
+    if some and wanted.rare and is_plain and rare_words.has_kernels(wanted.kernels, given.x):
         losses = rare_words.losses(given.x, given.table, hits, count)
     else:
         losses = _loss(given, hits, count, flat(teacher), wanted)
@@ -121,7 +122,7 @@ def _forward(
 
     used, nothing = all_rows.chunks(count), [jnp.zeros(all_rows.padded, jnp.float32)] * 2
     if keep:  # gibibytes, which need not be written twice
-        nothing.append(jax.lax.empty((all_rows.padded, len(all_rows.scored.table)), scored.x.dtype))
+        nothing.append(unwritten((all_rows.padded, len(all_rows.scored.table)), scored.x.dtype))
     losses, *kept = jax.lax.fori_loop(0, used, chunk, tuple(nothing))
     if keep and count is not None:
         kept[1] = jax.lax.fori_loop(used, all_rows.chunks(None), all_rows.put_zeros, kept[1])

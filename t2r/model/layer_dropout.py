@@ -9,21 +9,36 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Bool
 
-Layer = Callable[[Array, Any, Any], Array]
+from t2r.layout import unwritten
+
+Leaves = list[Array]
+Layer = Callable[[Array, Leaves, Leaves], Array]  # of x, what has gradients, and what has none
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def run_or_skip(layer: Layer, keep: Bool[Array, ""], x: Array, learned: Any, fixed: Any) -> Array:
-    """layer(x, learned, fixed), or x; what is fixed has no gradient.
+def run_or_skip(layer: Callable[[Array, Any], Array], keep: Bool[Array, ""], x: Array, others: Any) -> Array:
+    """layer(x, others), or x.
 
     As `jax.lax.cond` does it, with a derivative of its own. JAX's copies the inputs that the backward pass needs, and
     for a layer that is dropped fills with zeros all that it would need.
     """
+    leaves, tree = jax.tree.flatten(others)
+    is_learned = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+
+    def of_both(x: Array, learned: Leaves, fixed: Leaves) -> Array:
+        rest = {True: iter(learned), False: iter(fixed)}
+        return layer(x, jax.tree.unflatten(tree, [next(rest[kind]) for kind in is_learned]))
+
+    learned, fixed = ([leaf for leaf, kind in zip(leaves, is_learned) if kind is wanted] for wanted in (True, False))
+    return _run_or_skip(of_both, keep, x, learned, fixed)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run_or_skip(layer: Layer, keep: Bool[Array, ""], x: Array, learned: Leaves, fixed: Leaves) -> Array:
     return jax.lax.cond(keep, layer, lambda x, *_: x, x, learned, fixed)
 
 
-def _forward(layer: Layer, keep: Array, x: Array, learned: Any, fixed: Any) -> tuple[Array, tuple]:
-    def linearized(x: Array, learned: Any, fixed: Any) -> tuple[Array, Callable]:
+def _forward(layer: Layer, keep: Array, x: Array, learned: Leaves, fixed: Leaves) -> tuple[Array, tuple]:
+    def linearized(x: Array, learned: Leaves, fixed: Leaves) -> tuple[Array, Callable]:
         return jax.vjp(lambda x, learned: layer(x, learned, fixed), x, learned)
 
     traced, (_, back) = jax.make_jaxpr(linearized, return_shape=True)(x, learned, fixed)
@@ -36,7 +51,7 @@ def _forward(layer: Layer, keep: Array, x: Array, learned: Any, fixed: Any) -> t
 
     def skip(x: Array, *_: Array) -> tuple[Array, list[Array]]:
         shapes = jax.tree.leaves(back)
-        return x, [jax.lax.empty(shapes[place].shape, shapes[place].dtype) for place in made]
+        return x, [unwritten(shapes[place].shape, shapes[place].dtype) for place in made]
 
     given = jax.tree.leaves((x, learned, fixed))
     out, found = jax.lax.cond(keep, run, skip, *given)
@@ -48,10 +63,10 @@ def _forward(layer: Layer, keep: Array, x: Array, learned: Any, fixed: Any) -> t
 def _backward(layer: Layer, kept: tuple, gradient: Array) -> tuple:
     keep, back, learned = kept
 
-    def skip(back: Callable, gradient: Array) -> tuple[Array, Any]:
+    def skip(back: Callable, gradient: Array) -> tuple[Array, Leaves]:
         return gradient, jax.tree.map(jnp.zeros_like, learned)
 
     return None, *jax.lax.cond(keep, lambda back, gradient: back(gradient), skip, back, gradient), None
 
 
-run_or_skip.defvjp(_forward, _backward)
+_run_or_skip.defvjp(_forward, _backward)

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 from t2r.attention.kernels.blocks import dot
 
 STAGES = 3
-PARTS = 16  # of the vocabulary, so that few tokens keep all of a GPU busy
+PARTS = 16  # of the vocabulary at most, so that few tokens keep all of a GPU busy
+SUMS = 2**27  # over the words of each part that are held at once: half a gibibyte
 WIDEST = 256
 LOWEST, HIGHEST = -1e30, 1e30
 
@@ -124,13 +125,14 @@ class _Blocks(NamedTuple):
     size: int  # of a block of either
     warps: int  # of a program
     words: int
+    parts: int  # of them
     interpret: bool
 
     @classmethod
     def of(cls, x: Array, table: Array, interpret: bool) -> "_Blocks":
         # A program's block of sums and one of logits must fit in its registers. As measured on an H200.
         size, warps = (64, 4) if x.shape[1] > 128 else (128, 8)
-        return cls(size, warps, len(table), interpret)
+        return cls(size, warps, len(table), max(min(SUMS // x.size, PARTS), 1), interpret)
 
     def fill(self, x: Array) -> Array:
         """With zeros, up to whole blocks."""
@@ -155,7 +157,7 @@ class _Blocks(NamedTuple):
     def walk(self, part: Array, step: Callable, found):
         """Through the blocks of words in a part."""
         blocks = -(-self.words // self.size)
-        each = -(-blocks // PARTS)
+        each = -(-blocks // self.parts)
         first = part * each
         return jax.lax.fori_loop(first, jnp.minimum(first + each, blocks), step, found)
 
@@ -163,7 +165,7 @@ class _Blocks(NamedTuple):
         """One result of this shape for each part of the vocabulary and each token."""
         inputs = [self._whole(count[None]), *map(self._cut, tokens), self._whole(words)]
         out = pl.BlockSpec((None, self.size, *shape), lambda block, part: (part, block, *[0] * len(shape)))
-        grid, found = (len(tokens[0]) // self.size, PARTS), (PARTS, len(tokens[0]), *shape)
+        grid, found = (len(tokens[0]) // self.size, self.parts), (self.parts, len(tokens[0]), *shape)
         return self._call(kernel, grid, inputs, out, found)(count[None], *tokens, words)
 
     def by_word(self, kernel: Callable, count: Array, tokens: list, words: Array) -> list:

@@ -201,12 +201,12 @@ def run_layers(
             return block(x, source=source, key=key, **inputs)[0]
         graph, arrays = nnx.split(block)
 
-        def layer(x: Array, learned: tuple, fixed: tuple) -> Array:
-            (arrays, source), (key, inputs) = learned, fixed
+        def layer(x: Array, others: tuple) -> Array:
+            arrays, source, key, inputs = others
             return nnx.merge(graph, arrays)(x, source=source, key=key, **inputs)[0]
 
         keep = jax.random.bernoulli(jax.random.fold_in(key, 2), 1 - config.layer_dropout)
-        return run_or_skip(layer, keep, x, (arrays, source), (key, inputs))
+        return run_or_skip(layer, keep, x, (arrays, source, key, inputs))
 
     split = [nnx.split(block) for block in blocks] if config.scan_layers else []
     period = _period([graph for graph, _ in split]) if config.scan_layers else len(blocks)

@@ -52,8 +52,8 @@ def rows_of_part(config: ConfigDict, ways: int) -> int:
     rows = config.data.batch // config.accumulate
     if rows % ways:
         raise InputError(
-            f"config.data.batch={config.data.batch} over config.accumulate={config.accumulate} must divide among "
-            f"{ways} devices; or let some of them share a layer's work: config.mesh.tensor"
+            f"config.data.batch={config.data.batch} over config.accumulate={config.accumulate} must divide among the "
+            f"{ways} devices of config.mesh.data and fsdp; those of config.mesh.tensor share sequences"
         )
     return rows
 

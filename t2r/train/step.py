@@ -18,7 +18,7 @@ from t2r.model.transformer import LanguageModel
 from t2r.train.sharding import batch_sharding, replicated
 
 TEACHER = "teacher."
-# On a GPU a part of a step is one CUDA graph, its loops and conditions in it: else the GPU waits for the host at each
+# On one GPU a part of a step is one CUDA graph, its loops and conditions in it: else the GPU waits for the host at each
 # of them (results/train_speed.md). These are XLA's own choice of commands and two more. Elsewhere there are no graphs.
 OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"

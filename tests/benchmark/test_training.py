@@ -73,7 +73,7 @@ def test_rows_that_do_not_divide_among_devices_are_refused():
     config = default_config()
     config.model = architecture("micro_lm")
     config.data.update(length=16, batch=20, vocab_size=0)
-    with pytest.raises(InputError, match=r"config.data.batch=20 .* 8 devices.*config.mesh.tensor"):
+    with pytest.raises(InputError, match=r"config.data.batch=20 .* 8 devices of config.mesh.data and fsdp"):
         measure(config)
 
 

@@ -52,7 +52,7 @@ def test_it_is_the_models_step(kind, texts, placement):
 
 
 TRANSLATION = {
-    "t2r": dict(cross_attention=(MERGED,), attention=(MERGED,)),
+    "t2r": dict(cross_attention=(NARROW,), attention=(MERGED,), heads=8),
     "softmax": {},
     "both, norms before": dict(
         cross_attention=(SOFTMAX, MERGED), attention=(MERGED, SOFTMAX), norm_placement="before", final_norm=True
@@ -124,7 +124,7 @@ def test_generation_goes_by_the_kernels_where_they_are_available(monkeypatch):
 linear_step = fused.linear_step
 
 
-def test_it_is_for_plain_language_models_alone():
+def test_it_is_for_plain_layers_alone():
     assert all(fused.suits(abstract_model(micro(attention=kinds))) for kinds in KINDS.values())
     for fields in (
         dict(gated=True), dict(norm_placement="both"), dict(norm="rms"), dict(activation="gelu"),

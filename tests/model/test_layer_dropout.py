@@ -4,11 +4,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 
 from conftest import error, make_model, micro, micro_mt, random_tokens
 from t2r.convert.swap import swap
+from t2r.layout import unwritten
 from t2r.model import transformer
 from t2r.model.loss import Batch, total_loss
+from t2r.train.sharding import make_mesh
 
 LOOP = dict(scan_layers=True)
 MODELS = {
@@ -17,11 +21,12 @@ MODELS = {
     "rfa as one loop": (micro, LOOP, "rfa"),
     "t2r as one loop, recomputed": (micro, LOOP | dict(remat=True), "t2r"),
     "translation": (micro_mt, {}, "t2r"),
+    "translation by a transformer": (micro_mt, {}, None),
 }
 
 
-def condition(layer, keep, x, learned, fixed):
-    return jax.lax.cond(keep, layer, lambda x, *_: x, x, learned, fixed)
+def condition(layer, keep, x, others):
+    return jax.lax.cond(keep, layer, lambda x, _: x, x, others)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -47,14 +52,29 @@ def test_it_is_a_condition_and_its_derivative_too(name, monkeypatch):
 def test_inputs_are_not_copied_to_be_kept():
     """The layer's input, as large as what it computes, is one of two things that its derivative needs."""
 
-    def layer(x, weight, fixed):
-        return x * jnp.sin(weight) + fixed
+    def layer(x, weight):
+        return x * jnp.sin(weight)
 
     def gradient(keep, x, weight):
-        return jax.grad(lambda x: transformer.run_or_skip(layer, keep, x, weight, 1.0).sum())(x)
+        return jax.grad(lambda x: transformer.run_or_skip(layer, keep, x, weight).sum())(x)
 
-    conditions = [e for e in jax.make_jaxpr(gradient)(True, jnp.ones(5), 2.0).jaxpr.eqns if e.primitive.name == "cond"]
+    equations = jax.make_jaxpr(gradient)(True, jnp.ones(5), jnp.float32(2)).jaxpr.eqns
+    conditions = [equation for equation in equations if equation.primitive.name == "cond"]
     assert [len(condition.outvars) for condition in conditions] == [
         3,
         2,
     ]  # x, two of the weight; both gradients
+
+
+def test_room_that_is_divided_among_devices_is_zeroed():
+    """The compiler would give all of it to each device."""
+
+    def makes_empty():
+        return "empty" in str(jax.make_jaxpr(lambda: unwritten((8, 4), jnp.float32))())
+
+    assert makes_empty()
+    mesh = make_mesh(ConfigDict({"data": 8}))
+    with jax.set_mesh(mesh):
+        assert not makes_empty()
+        own = jax.shard_map(lambda x: x + unwritten((1, 4), jnp.float32), in_specs=P("data"), out_specs=P("data"))
+        assert "empty" in str(jax.make_jaxpr(own)(jnp.zeros((8, 4))))

@@ -1,14 +1,19 @@
 """The kernels of the loss over rare words, interpreted where there is no GPU, against the loop they stand for."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from ml_collections import ConfigDict
 
 from t2r.model import rare_words
 from t2r.model.cross_entropy import Scored, cross_entropy
+from t2r.train.sharding import make_mesh
 from tests.attention.test_kernels import imagined_gpu
-from tests.conftest import error
+from tests.conftest import error, make_model, micro, random_tokens
 
 TOKENS, WORDS = 200, 1100
 
@@ -46,5 +51,39 @@ def test_they_lower_for_a_gpu():
     assert text.count("__gpu$xla.gpu.triton") == 3
 
 
-def test_they_are_for_gpus_and_widths_they_can_multiply():
-    assert not rare_words.has_kernels("auto", jnp.zeros((2, 64), jnp.bfloat16))  # here is no GPU
+def test_they_are_for_gpus_and_widths_they_can_multiply(monkeypatch):
+    vectors = lambda width, dtype=jnp.bfloat16: jnp.zeros((2, width), dtype)  # noqa: E731
+    for backend in ("cpu", "gpu", "tpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        assert rare_words.has_kernels("auto", vectors(64)) == (backend == "gpu")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert not rare_words.has_kernels("off", vectors(64))
+    assert not any(rare_words.has_kernels("auto", vectors(width)) for width in (8, 48, 512))
+    assert not rare_words.has_kernels("auto", vectors(64, jnp.float32))
+
+
+def test_many_tokens_take_less_room(monkeypatch):
+    """Their sums over words are held for each part of the vocabulary."""
+    x, table = jnp.zeros((1000, 64)), jnp.zeros((WORDS, 64))
+    assert rare_words._Blocks.of(x, table, True).parts == rare_words.PARTS
+    monkeypatch.setattr(rare_words, "SUMS", 3 * x.size)
+    assert rare_words._Blocks.of(x, table, True).parts == 3
+
+
+@pytest.mark.parametrize("axes", [{}, {"data": 4, "fsdp": 2}, {"tensor": 2, "data": 4}])
+def test_the_adaptive_softmax_uses_them(axes, monkeypatch):
+    """On one device or each on its own rows; where words are divided, it does without."""
+    monkeypatch.setattr(rare_words, "has_kernels", lambda kernels, x: kernels != "off")
+    calls, losses = [], rare_words.losses
+    monkeypatch.setattr(rare_words, "losses", lambda *given: calls.append(1) or losses(*given, True))
+    tokens, results = random_tokens(8, 9), []
+    for kernels in ("auto", "off"):
+        graph, arrays = nnx.split(make_model(micro(width=64, kernels=kernels, dtype="bfloat16")))
+
+        def loss(arrays, graph=graph):
+            return nnx.merge(graph, arrays).losses(tokens[:, :-1], tokens[:, 1:]).mean()
+
+        with jax.set_mesh(make_mesh(ConfigDict(axes))) if axes else contextlib.nullcontext():
+            results.append(jax.jit(jax.value_and_grad(loss))(arrays))
+    assert error(*results) < 1e-3
+    assert len(calls) == (0 if "tensor" in axes else 2)  # two rarer bands
