@@ -8,7 +8,8 @@ python -m t2r benchmark decode --model=DIRECTORY ...         (its architecture; 
 python -m t2r benchmark decode --preset=paper_mt --topology=v2:2x2 ...    (the TPU compiler's estimate; nothing is run)
 
 On a GPU, transformers and T2R decode by few kernels for each layer, up to 64 texts, pre-norm language models and
-bfloat16; rows transformer_plain and t2r_plain are without them.
+bfloat16; rows transformer_plain and t2r_plain are without them. With --field=kernels=on so do post-norm models and
+translation.
 
 Greedy, unconditional, with random weights. Each step of one length costs the same: --steps of them at the end of a text
 are timed, or with --whole all. The floor is the bytes of weights and state that a step reads and writes, over the
