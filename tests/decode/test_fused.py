@@ -60,7 +60,7 @@ TRANSLATION = {
 }
 
 
-@pytest.mark.parametrize("kind", TRANSLATION)
+@pytest.mark.parametrize("kind", ["t2r", pytest.param("softmax", marks=pytest.mark.slow), "both, norms before"])
 def test_it_is_the_step_of_translation_too(kind):
     """Two translations of each source, one of which has ended."""
     model = make_model(micro_mt(**TRANSLATION[kind]))

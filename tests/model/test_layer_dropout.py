@@ -29,7 +29,9 @@ def condition(layer, keep, x, others):
     return jax.lax.cond(keep, layer, lambda x, _: x, x, others)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("t2r", "translation") else ()) for name in MODELS]
+)
 def test_it_is_a_condition_and_its_derivative_too(name, monkeypatch):
     make, fields, feature_map = MODELS[name]
     # Memory that is not written to is not zero, and must not be read.
