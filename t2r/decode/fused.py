@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from t2r.attention import softmax
 from t2r.attention.feature_map import Normalizer
-from t2r.attention.kernels.blocks import is_alone
+from t2r.attention.kernels.blocks import is_alone, is_power
 from t2r.attention.linear import LinearState
 from t2r.attention.module import MergedLinearAttention, SoftmaxAttention, State
 from t2r.decode import tiles
@@ -75,8 +75,8 @@ def suits(model: LanguageModel) -> bool:
         and not (config.gated or config.parallel or config.query_norm or config.positions == "rotary")
         and all(_is_known(block.attention) for block in model.blocks)
         and all(_cross(block) is None or _is_known(block.cross, cross=True) for block in model.blocks)
-        and _is_power(config.width, 32 * tiles.WARPS)
-        and all(_is_power(size, 32 * tiles.WARPS) or size % tiles.COLUMNS == 0 for size in inputs)
+        and is_power(config.width, 32 * tiles.WARPS)
+        and all(is_power(size, 32 * tiles.WARPS) or size % tiles.COLUMNS == 0 for size in inputs)
     )
 
 
@@ -90,13 +90,8 @@ def _is_known(attention: Any, *, cross: bool = False) -> bool:
     fit = sum(linear.kernel.shape[1] * linear.kernel.shape[2] for linear in projections) % 32 == 0
     if not isinstance(attention, MergedLinearAttention):
         return fit and isinstance(attention, SoftmaxAttention)
-    powers = all(_is_power(size, 4) for size in (attention.key.kernel.shape[2], shape.head_dim))
+    powers = all(is_power(size, 4) for size in (attention.key.kernel.shape[2], shape.head_dim))
     return fit and powers and shape.heads == shape.kv_heads
-
-
-def _is_power(size: int, least: int) -> bool:
-    """Of two, as are all sizes in Triton."""
-    return size >= least and size & (size - 1) == 0
 
 
 def available(model: LanguageModel, texts: int) -> bool:
@@ -160,16 +155,16 @@ class FusedModel:
     # The branches of a layer. Each kernel asks for what the next one reads, the last for the next layer's first matrix.
 
     def _attend(self, block: Block, layer: Layer, stream: Stream, past: State, mask: Array) -> tuple[Stream, State]:
-        attention, kernel = block.attention, dict(interpret=self._interpret)
+        attention, out = block.attention, layer.out.tiles
         is_linear = isinstance(attention, MergedLinearAttention)
         features = attention.shape.heads * past.z.shape[-1] if is_linear else 0
-        out, then = layer.out.tiles, (layer.cross or layer.up).tiles
-        ahead = past.S if is_linear else out
+        ahead, kernel = past.S if is_linear else out, dict(then=out, interpret=self._interpret)
         projected = self._product(stream, layer.projections, relu_before=2 * features, in_rows=True, then=ahead)
         if is_linear:
-            attended, past = linear_step(projected, past, mask[:, 0], attention.normalizer, then=out, **kernel)
+            attended, past = linear_step(projected, past, mask[:, 0], attention.normalizer, **kernel)
         else:
             attended, past = _softmax_step(attention, projected, past, mask)
+        then = (layer.cross or layer.up).tiles
         return self._added(stream, attended, layer.out, block.attention_norm, then), past
 
     def _see(self, block: Block, layer: Layer, stream: Stream, source: State, texts: int) -> Stream:

@@ -1,6 +1,7 @@
 """Layer dropout: a layer that is dropped is not computed, and nothing is written in its place."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,20 +44,19 @@ def _forward(layer: Layer, keep: Array, x: Array, learned: Leaves, fixed: Leaves
 
     traced, (_, back) = jax.make_jaxpr(linearized, return_shape=True)(x, learned, fixed)
     inputs, needed = traced.jaxpr.invars, traced.jaxpr.outvars[1:]
-    made = [place for place, variable in enumerate(needed) if variable not in inputs]
+    made = [variable not in inputs for variable in needed]
 
     def run(*given: Array) -> tuple[Array, list[Array]]:
         out, *needs = jaxpr_as_fun(traced)(*given)
-        return out, [needs[place] for place in made]
+        return out, list(itertools.compress(needs, made))
 
     def skip(x: Array, *_: Array) -> tuple[Array, list[Array]]:
-        shapes = jax.tree.leaves(back)
-        return x, [unwritten(shapes[place].shape, shapes[place].dtype) for place in made]
+        return x, [unwritten(like.shape, like.dtype) for like in itertools.compress(jax.tree.leaves(back), made)]
 
     given = jax.tree.leaves((x, learned, fixed))
     out, found = jax.lax.cond(keep, run, skip, *given)
-    found = dict(zip(made, found))
-    leaves = [found[place] if place in found else given[inputs.index(needed[place])] for place in range(len(needed))]
+    rest = iter(found)
+    leaves = [next(rest) if new else given[inputs.index(variable)] for new, variable in zip(made, needed)]
     return out, (keep, jax.tree.unflatten(jax.tree.structure(back), leaves), learned)
 
 

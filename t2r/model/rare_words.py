@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from t2r.attention.kernels.blocks import dot
+from t2r.attention.kernels.blocks import dot, platform_of
 
 STAGES = 3
 PARTS = 16  # of the vocabulary at most, so that few tokens keep all of a GPU busy
@@ -26,9 +26,7 @@ LOWEST, HIGHEST = -1e30, 1e30
 
 def has_kernels(kernels: str, x: Float[Array, "*t e"]) -> bool:
     """Whether these can be used: on GPUs, if `kernels` ("auto", "on", "off") and the vectors allow it."""
-    width = x.shape[-1]
-    fits = x.dtype == jnp.bfloat16 and 16 <= width <= WIDEST and width & (width - 1) == 0
-    return kernels != "off" and fits and jax.default_backend() == "gpu"
+    return platform_of(kernels, x, widest=WIDEST) == "gpu"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -46,7 +44,7 @@ def losses(
 def _forward(x: Array, table: Array, targets: Array, count: Array, interpret: bool) -> tuple[Array, tuple]:
     blocks = _Blocks.of(x, table, interpret)
     tokens, words = blocks.fill(x), blocks.fill(table.astype(x.dtype))
-    (parts,) = blocks.by_token(_log_sums, count, [tokens], words, ())
+    parts = blocks.by_token(_log_sums, count, [tokens], words, ())
     total = jax.nn.logsumexp(parts, 0)[: len(x)]
     hit = (x.astype(jnp.float32) * words[targets].astype(jnp.float32)).sum(-1)
     return jnp.where(_is_first(x, count), total - hit, 0), (x, table, targets, count, total)
@@ -58,9 +56,9 @@ def _backward(interpret: bool, kept: tuple, gradient: Array) -> tuple:
     # With these, tokens that are not among the first have no gradient, whatever their logits are.
     about = jnp.where(is_first, targets, -1), jnp.where(is_first, total, HIGHEST), jnp.where(is_first, gradient, 0)
     tokens, words = [blocks.fill(y) for y in (x, *about)], blocks.fill(table.astype(x.dtype))
-    (parts,) = blocks.by_token(_token_gradients, count, tokens, words, x.shape[1:])
+    parts = blocks.by_token(_token_gradients, count, tokens, words, x.shape[1:])
     dx = jnp.where(is_first[:, None], parts.sum(0)[: len(x)], 0).astype(x.dtype)
-    (dtable,) = blocks.by_word(_word_gradients, count, tokens, words)
+    dtable = blocks.by_word(_word_gradients, count, tokens, words)
     return dx, dtable[: len(table)].astype(table.dtype), None, None
 
 
@@ -161,14 +159,14 @@ class _Blocks(NamedTuple):
         first = part * each
         return jax.lax.fori_loop(first, jnp.minimum(first + each, blocks), step, found)
 
-    def by_token(self, kernel: Callable, count: Array, tokens: list, words: Array, shape: tuple[int, ...]) -> list:
+    def by_token(self, kernel: Callable, count: Array, tokens: list, words: Array, shape: tuple[int, ...]) -> Array:
         """One result of this shape for each part of the vocabulary and each token."""
         inputs = [self._whole(count[None]), *map(self._cut, tokens), self._whole(words)]
         out = pl.BlockSpec((None, self.size, *shape), lambda block, part: (part, block, *[0] * len(shape)))
         grid, found = (len(tokens[0]) // self.size, self.parts), (self.parts, len(tokens[0]), *shape)
         return self._call(kernel, grid, inputs, out, found)(count[None], *tokens, words)
 
-    def by_word(self, kernel: Callable, count: Array, tokens: list, words: Array) -> list:
+    def by_word(self, kernel: Callable, count: Array, tokens: list, words: Array) -> Array:
         """One vector for each word."""
         inputs = [*map(self._whole, (count[None], *tokens)), self._cut(words)]
         grid = (len(words) // self.size,)
@@ -179,8 +177,8 @@ class _Blocks(NamedTuple):
             functools.partial(kernel, self),
             grid=grid,
             in_specs=inputs,
-            out_specs=[out],
-            out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+            out_specs=out,
+            out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
             interpret=self.interpret,
             compiler_params=triton.CompilerParams(num_warps=self.warps, num_stages=STAGES),
         )

@@ -48,15 +48,19 @@ def on_each_device(kernel: Callable[..., Array], q: Array, k: Array, v: Array, *
     return jax.shard_map(here, in_specs=(*specs, *whole), out_specs=specs[0], check_vma=False)(q, k, v, *others)
 
 
-def platform_of(kernels: str, *arrays: Array) -> str | None:
+def is_power(size: int, least: int) -> bool:
+    """Of two, as are all sizes in Triton, and at least this."""
+    return size >= least and size & (size - 1) == 0
+
+
+def platform_of(kernels: str, *arrays: Array, widest: int = 128) -> str | None:
     """The platform here that there is a kernel for, if `kernels` ("auto", "on", "off") and last dimensions allow it.
 
     By themselves kernels are used where they were measured: on GPUs. Triton's blocks are powers of two, and Mosaic
     multiplies bfloat16 from TPU v4 on.
     """
-    sizes = [x.shape[-1] for x in arrays]
-    powers = all(16 <= size <= 128 and size & (size - 1) == 0 for size in sizes)
-    if kernels == "off" or arrays[-1].dtype != jnp.bfloat16 or not powers:
+    fit = all(is_power(x.shape[-1], 16) and x.shape[-1] <= widest for x in arrays)
+    if kernels == "off" or arrays[-1].dtype != jnp.bfloat16 or not fit:
         return None
     if jax.default_backend() == "tpu" and kernels == "on":
         return None if jax.devices()[0].device_kind in ("TPU v2", "TPU v3") else "tpu"
