@@ -193,16 +193,20 @@ def test_the_papers_models_lower_for_gpus(kind, monkeypatch):
     """Five kernels for each layer, three more that see a source, and two for the words, in bfloat16."""
     monkeypatch.undo()
     make, fields, kernels = SHAPES[kind]
-    model = make_model(make(**fields))
-    source = remember(model, jnp.ones((16, 8), jnp.int32)) if make is micro_mt else None
-    state = model.init_state(16, 64, source)
+    graph, arrays = nnx.split(abstract_model(make(**fields)))
     tokens, going = jnp.zeros((16, 1), jnp.int32), jnp.ones((16, 1), bool)
 
-    def step(state):
+    def begin(arrays):
+        model = nnx.merge(graph, arrays)
+        return model.init_state(16, 64, remember(model, jnp.ones((16, 8), jnp.int32)) if make is micro_mt else None)
+
+    def step(arrays, state):
+        model = nnx.merge(graph, arrays)
         fast = fused.FusedModel(model, fused.pack_model(model))
         hidden, state = fast(tokens, state=state, mask=going)
         return fast.likeliest(hidden[:, 0]), state
 
     with imagined_gpu():
-        text = jax.jit(step).trace(state).lower(lowering_platforms=("cuda",)).as_text()
+        lowered = jax.jit(step).trace(arrays, jax.eval_shape(begin, arrays)).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
     assert text.count("xla.gpu.triton") == kernels + 2
