@@ -7,9 +7,8 @@ python -m t2r benchmark decode --preset=paper_mt ...         (sources as long as
 python -m t2r benchmark decode --model=DIRECTORY ...         (its architecture; --rows=model for it as it is)
 python -m t2r benchmark decode --preset=paper_mt --topology=v2:2x2 ...    (the TPU compiler's estimate; nothing is run)
 
-On a GPU, transformers and T2R decode by few kernels for each layer, up to 64 texts, pre-norm language models and
-bfloat16; rows transformer_plain and t2r_plain are without them. With --field=kernels=on so do post-norm models and
-translation.
+On a GPU, transformers and T2R decode by few kernels for each layer, up to 64 texts in bfloat16, and the paper's T2R
+language models by one for all layers, up to 16; rows transformer_plain and t2r_plain are without them.
 
 Greedy, unconditional, with random weights. Each step of one length costs the same: --steps of them at the end of a text
 are timed, or with --whole all. The floor is the bytes of weights and state that a step reads and writes, over the

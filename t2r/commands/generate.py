@@ -26,7 +26,7 @@ _SAVE = flags.DEFINE_string("save_state", None, "File to keep the state in, to g
 _LOAD = flags.DEFINE_string("load_state", None, "File to go on from; the prompt, if any, is added to it.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
 _KERNELS = flags.DEFINE_enum(
-    "kernels", "auto", ["auto", "on", "off"], "On a GPU; on: also those nobody has timed; off: by the model's own step."
+    "kernels", "auto", ["auto", "on", "off"], "On a GPU; on: wherever there are any; off: by the model's own step."
 )
 
 

@@ -26,9 +26,9 @@ from t2r.attention.feature_map import Normalizer
 from t2r.attention.kernels.blocks import is_alone, is_power
 from t2r.attention.linear import LinearState
 from t2r.attention.module import MergedLinearAttention, SoftmaxAttention, State
-from t2r.decode import tiles
+from t2r.decode import one_kernel, tiles
 from t2r.decode.prefetch import prefetch
-from t2r.decode.tiles import Rows, pack, read_tile
+from t2r.decode.tiles import Matrix, Rows, pack, read_tile
 from t2r.model.embedding import PlainEmbedding
 from t2r.model.transformer import Block, DecodeState, LanguageModel, embed
 
@@ -36,18 +36,20 @@ MOST = 64  # texts at once; of more, products are large enough to be worth a lau
 
 
 class Layer(NamedTuple):
-    projections: Rows  # queries, keys, values; of merged T2R φ(q), φ(k), values
-    out: Rows
-    up: Rows
-    down: Rows
-    cross: Rows | None  # queries, or φ(q); None: there is no source
-    cross_out: Rows | None
+    """Its matrices, plain or packed."""
+
+    projections: Matrix | Rows  # queries, keys, values; of merged T2R φ(q), φ(k), values
+    out: Matrix | Rows
+    up: Matrix | Rows
+    down: Matrix | Rows
+    cross: Matrix | Rows | None  # queries, or φ(q); None: there is no source
+    cross_out: Matrix | Rows | None
 
 
 class Packed(NamedTuple):
     """A model's matrices, in the order in which the kernels read them."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer, ...] | one_kernel.Blocks
     words: Rows | None  # None: the model's own embedding says which is likeliest
 
 
@@ -95,24 +97,26 @@ def _is_known(attention: Any, *, cross: bool = False) -> bool:
 
 
 def available(model: LanguageModel, texts: int) -> bool:
-    """Whether to use them, here: on one NVIDIA GPU, for few texts; by themselves where they were measured."""
+    """Whether to use them, here: on one NVIDIA GPU, for few texts."""
     config = model.config
-    measured = not config.encoder_layers and config.norm_placement == "before"
-    asked = config.kernels == "on" or (config.kernels == "auto" and measured)
+    asked = config.kernels in ("on", "auto")
     here = "NVIDIA" in jax.devices()[0].device_kind and is_alone()
     return asked and here and texts <= MOST and config.dtype == "bfloat16" and suits(model)
 
 
-def pack_model(model: LanguageModel) -> Packed:
-    """All that a step reads of it, once more."""
+def pack_model(model: LanguageModel, *, as_one: bool = False) -> Packed:
+    """All that a step reads of it, once more; `as_one`: for one kernel of all layers."""
     dtype, config = jnp.dtype(model.config.dtype), model.config
     plain = isinstance(model.embedding, PlainEmbedding) and config.vocab_size * config.width < 2**31  # as Triton counts
-    words = pack(*_words(model.embedding), dtype) if plain else None
+    words = pack(_words(model.embedding), dtype) if plain else None
     layers, waits_for = [], None  # the norm that what was added up last waits for
     for block in model.blocks:
-        layers.append(pack_layer(block, dtype, waits_for))
+        layers.append(layer_of(block, waits_for))
         waits_for = block.feedforward_norm
-    return Packed(tuple(layers), words)
+    if as_one:
+        features = model.blocks[0].attention.key.kernel.shape[2]
+        return Packed(one_kernel.pack([layer[:4] for layer in layers], config.heads, features), words)
+    return Packed(tuple(jax.tree.map(lambda x: pack(x, dtype), layer, is_leaf=_is_matrix) for layer in layers), words)
 
 
 class FusedModel:
@@ -123,8 +127,20 @@ class FusedModel:
 
     def __call__(self, tokens: Int[Array, "b 1"], *, state: DecodeState, mask: Bool[Array, "b 1"]):
         """As the model itself, for one token of each text."""
-        model, layers, texts = self._model, self._packed.layers, len(tokens)
+        model, norm = self._model, self._model.final_norm
         x = embed(model, model.embedding, tokens, state.position[:, None] + mask - 1)[:, 0]
+        as_one = isinstance(self._packed.layers, one_kernel.Blocks)
+        x, pasts = (self._as_one if as_one else self._by_layers)(x, state, mask)
+        x = x if norm is None else norm(x)
+        return x[:, None], DecodeState(pasts, state.position + mask[:, 0], state.source)
+
+    def _as_one(self, x: Array, state: DecodeState, mask: Array) -> tuple[Array, tuple[State, ...]]:
+        config, normalizer = self._model.config, self._model.blocks[0].attention.normalizer
+        out, pasts = one_kernel.take_step(x, self._packed.layers, state.layers, mask[:, 0], config, normalizer)
+        return out.astype(x.dtype), pasts
+
+    def _by_layers(self, x: Array, state: DecodeState, mask: Array) -> tuple[Array, tuple[State, ...]]:
+        model, layers, texts = self._model, self._packed.layers, len(x)
         eps = model.config.norm_eps if self._norms_after else None
         stream, pasts = stream_of(x, parts=layers[0].out.count, ready=eps), []
         sources = state.source or [None] * len(layers)
@@ -135,9 +151,7 @@ class FusedModel:
             stream = self._feed(block, layer, stream, first)
             pasts.append(past)
         x = tiles.texts(stream.x)[:texts]
-        x = model.blocks[-1].feedforward_norm(x) if self._norms_after else x
-        x = x if model.final_norm is None else model.final_norm(x)
-        return x[:, None], DecodeState(tuple(pasts), state.position + mask[:, 0], state.source)
+        return model.blocks[-1].feedforward_norm(x) if self._norms_after else x, tuple(pasts)
 
     def scores(self, hidden: Array) -> Array:
         return self._model.scores(hidden)
@@ -227,42 +241,47 @@ def stream_of(x: Float[Array, "b e"], *, parts: int, ready: float | None = None)
     return Stream(tiles.factors(x), nothing, nothing + (1 - ready) * numbers.shape[2])
 
 
-def pack_layer(block: Block, dtype: Any, waits_for: Any = None) -> Layer:
+def layer_of(block: Block, waits_for: Any = None) -> Layer:
     """A block's matrices; where norms come after, what it reads `waits_for` the one of the layer before."""
     attention, cross, feed, width = block.attention, _cross(block), block.feedforward, block.attention.shape.width
     heads = [_matrix(linear, width) for linear in (attention.query, attention.key, attention.value)]
-    together = [jnp.concatenate(arrays) for arrays in zip(*heads)]
+    together = Matrix(*(jnp.concatenate(arrays) for arrays in zip(*heads)))
     norms = [block.attention_norm, *([] if cross is None else [block.cross_norm]), block.feedforward_norm]
     first, *others, last = [waits_for, *norms[:-1]] if block.norm_placement == "after" else norms
     return Layer(
-        pack(*_after(first, *together), dtype),
-        pack(*_matrix(attention.out, -1, width), dtype),
-        pack(*_after(last, *_matrix(feed.up, width)), dtype),
-        pack(*_matrix(feed.down, -1, width), dtype),
-        None if cross is None else pack(*_after(*others, *_matrix(cross.query, width)), dtype),
-        None if cross is None else pack(*_matrix(cross.out, -1, width), dtype),
+        _after(first, together),
+        _matrix(attention.out, -1, width),
+        _after(last, _matrix(feed.up, width)),
+        _matrix(feed.down, -1, width),
+        None if cross is None else _after(*others, _matrix(cross.query, width)),
+        None if cross is None else _matrix(cross.out, -1, width),
     )
 
 
-def _matrix(linear: Any, inputs: int, outputs: int = -1) -> tuple[Array, Array]:
+def _is_matrix(x: Any) -> bool:
+    return isinstance(x, Matrix)
+
+
+def _matrix(linear: Any, inputs: int, outputs: int = -1) -> Matrix:
     """A layer's matrix, an output in each row whatever heads it has, and its bias."""
     rows = linear.kernel[...].reshape(inputs, outputs).T
-    return rows, jnp.zeros(len(rows)) if linear.bias is None else linear.bias[...].reshape(-1)
+    return Matrix(rows, jnp.zeros(len(rows)) if linear.bias is None else linear.bias[...].reshape(-1))
 
 
-def _words(embedding: PlainEmbedding) -> tuple[Array, Array]:
+def _words(embedding: PlainEmbedding) -> Matrix:
     """The output's matrix and bias, with rows that no text can want, up to a whole number of tiles."""
     rows = embedding.output_table()
     bias = jnp.zeros(len(rows)) if embedding.bias is None else embedding.bias[...]
     fill = (0, -len(rows) % 32)
-    return jnp.pad(rows, [fill, (0, 0)]), jnp.pad(bias, fill, constant_values=-jnp.inf)
+    return Matrix(jnp.pad(rows, [fill, (0, 0)]), jnp.pad(bias, fill, constant_values=-jnp.inf))
 
 
-def _after(norm: Any, rows: Array, bias: Array) -> tuple[Array, Array]:
-    """These, applied to what has only been brought to mean 0 and variance 1; or as they are."""
+def _after(norm: Any, matrix: Matrix) -> Matrix:
+    """It, applied to what has only been brought to mean 0 and variance 1; or as it is."""
     if norm is None:
-        return rows, bias
-    return rows * norm.scale[...], bias if norm.bias is None else bias + rows @ norm.bias[...]
+        return matrix
+    bias = matrix.bias if norm.bias is None else matrix.bias + matrix.rows @ norm.bias[...]
+    return Matrix(matrix.rows * norm.scale[...], bias)
 
 
 def normed_product(

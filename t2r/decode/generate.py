@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from t2r.attention.module import State
-from t2r.decode import fused
+from t2r.decode import fused, one_kernel
 from t2r.decode.sampling import Sampling, choose
 from t2r.environment import all_bytes, available_memory
 from t2r.errors import InputError
@@ -122,14 +122,14 @@ def packed(model: LanguageModel, texts: int) -> fused.Packed | None:
     """What `scan_steps` takes to decode by few kernels; None where there are none for it, or no room."""
     if not fused.available(model, texts):
         return None
-    free, given = available_memory(), nnx.split(model)
+    free, given = available_memory(), (*nnx.split(model), one_kernel.available(model, texts))
     needed = all_bytes(jax.eval_shape(lambda: _pack(*given)))
     return _pack(*given) if free is None or 2 * needed < free else None  # twice: it is made of another copy
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _pack(graph, arrays) -> fused.Packed:
-    return fused.pack_model(nnx.merge(graph, arrays))
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _pack(graph, arrays, as_one: bool) -> fused.Packed:
+    return fused.pack_model(nnx.merge(graph, arrays), as_one=as_one)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5), donate_argnums=2)

@@ -19,6 +19,13 @@ COLUMNS = 1024  # that it multiplies at once
 PROGRAMS = 128  # at least, if there are rows enough: about as many as a GPU has multiprocessors
 
 
+class Matrix(NamedTuple):
+    """An output in each row, and what is added to it."""
+
+    rows: Float[Array, "n k"]
+    bias: Float[Array, "n"]
+
+
 class Rows(NamedTuple):
     """A matrix with an output in each row, in tiles for one program each, and what belongs to its rows, in float32.
 
@@ -58,15 +65,15 @@ class Tile(NamedTuple):
         return self.first + jnp.arange(len(self.bias))
 
 
-def pack(rows: Float[Array, "n k"], bias: Float[Array, "n"], dtype) -> Rows:
+def pack(matrix: Matrix, dtype) -> Rows:
     """A matrix as programs read it: of a row columns 2t and 2t + 1, the same 8 columns further, 16, and 24."""
-    rows = rows.astype(dtype)
+    rows = matrix.rows.astype(dtype)
     count = min(32, max(8, 1 << (-(-len(rows) // PROGRAMS) - 1).bit_length()))
     columns = min(rows.shape[1], COLUMNS)
     apart = rows.reshape(-1, count // 8, 8, rows.shape[1] // columns, WARPS, columns // WARPS // 32, 4, 4, 2)
     #       tile, 8 rows, row, part, warp, 32 columns, 8 columns, pair, column → tile, part, then as they are read
     tiles = apart.transpose(0, 3, 1, 5, 4, 2, 7, 6, 8).reshape(len(rows) // count, -1, count * columns)
-    return Rows(tiles, rows.sum(1, dtype=jnp.float32), bias)
+    return Rows(tiles, rows.sum(1, dtype=jnp.float32), matrix.bias)
 
 
 def read_tile(rows: Rows, number: Array) -> Tile:

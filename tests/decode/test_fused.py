@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from t2r.decode import fused, generate, tiles
+from t2r.decode import fused, generate, one_kernel, tiles
 from t2r.decode.generate import fork, go_on, packed, scan_steps, start, start_translation
 from t2r.decode.prefetch import share
 from t2r.decode.sampling import Sampling
@@ -81,15 +81,16 @@ def test_it_is_the_step_of_translation_too(kind):
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="the kernels themselves run on GPUs only")
-@pytest.mark.parametrize("kind", [*KINDS, "translation"])
+@pytest.mark.parametrize("kind", [*KINDS, "one kernel", "translation"])
 def test_it_is_the_models_step_on_a_gpu(kind, monkeypatch):
     """Eight steps of the paper's width, for a batch that does not fill the blocks."""
     monkeypatch.undo()
     make, fields, _ = SHAPES["translation" if kind == "translation" else "language model"]
-    kinds = {} if kind == "translation" else dict(attention=KINDS[kind] * (4 // len(KINDS[kind])), layers=4)
+    chosen = (AttentionSpec("merged", "t2r", 32),) if kind == "one kernel" else KINDS.get(kind, ())
+    kinds = {} if kind == "translation" else dict(attention=chosen * (4 // len(chosen)), layers=4)
     model = make_model(make(**{**fields, **kinds}, vocab_size=4096, kernels="on"))
     matrices = packed(model, 13)
-    assert matrices is not None
+    assert matrices is not None and isinstance(matrices.layers, one_kernel.Blocks) == (kind == "one kernel")
     graph, arrays = nnx.split(model)
     if kind == "translation":
         first = start_translation(model, np.arange(13 * 6).reshape(13, 6), 8, start=0)
@@ -136,7 +137,7 @@ def test_it_is_for_plain_layers_alone():
 
 def test_of_words_equally_likely_the_first_is_chosen():
     words = jnp.zeros((96, 32)).at[jnp.array([7, 40, 90])].set(1.0)  # in several tiles
-    packed = tiles.pack(words, jnp.zeros(96).at[:4].set(-jnp.inf), jnp.float32)
+    packed = tiles.pack(tiles.Matrix(words, jnp.zeros(96).at[:4].set(-jnp.inf)), jnp.float32)
     x = jnp.array([[1.0], [-1.0]]) * jnp.ones((2, 32))
     assert fused.likeliest(tiles.factors(x), packed, interpret=True)[:2].tolist() == [7, 4]
 
@@ -152,7 +153,7 @@ def test_products_of_the_papers_size(monkeypatch):
     """Eight warps, and four parts of 1,024 columns each."""
     monkeypatch.undo()
     x, rows = (jax.random.normal(jax.random.key(seed), (size, 4096)) for seed, size in ((0, 16), (1, 2048)))
-    packed = tiles.pack(rows, jnp.arange(2048.0), jnp.float32)
+    packed = tiles.pack(tiles.Matrix(rows, jnp.arange(2048.0)), jnp.float32)
     assert packed.tiles.shape == (128, 4, 16 * 1024)
     tile = tiles.Tile(list(packed.tiles[3]), packed.sums[48:64], packed.bias[48:64], 48)
     found = tiles.product(list(tiles.factors(x).reshape(4, -1)), tile)
@@ -161,7 +162,7 @@ def test_products_of_the_papers_size(monkeypatch):
 
 def test_a_matrix_comes_back_from_its_tiles():
     rows = jax.random.normal(jax.random.key(0), (48, 64))
-    packed = tiles.pack(rows, jnp.zeros(48), jnp.float32)
+    packed = tiles.pack(tiles.Matrix(rows, jnp.zeros(48)), jnp.float32)
     assert packed.tiles.shape == (3, 2, 16 * 32) and packed.columns == 32
     parts = [[tiles.of_rows(part, 16)[0] for part in tile] for tile in packed.tiles]
     assert jnp.array_equal(jnp.block(parts), rows)
