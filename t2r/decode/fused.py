@@ -7,6 +7,7 @@ cache for those of the next.
 
 For what gains most: models with norms before or after, plain feed-forwards, and softmax or merged T2R attention without
 rotation. It equals the model's own step, which stays the one to read.
+Where `one_kernel` knows all layers, it takes the place of all these kernels but those for the words.
 
 A norm is part of the product that reads it. Where norms come after, what was added up waits for its norm: the next
 product is the first to apply it, and so does the next residual, each for itself.
