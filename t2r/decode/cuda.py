@@ -1,4 +1,7 @@
-"""Compiling CUDA by NVRTC, which comes with JAX for CUDA and needs neither a C++ compiler nor NVIDIA's headers."""
+"""Compiling CUDA, and asking what a GPU has room for.
+
+By NVRTC, which comes with JAX for CUDA and needs neither a C++ compiler nor NVIDIA's headers.
+"""
 
 import ctypes
 import functools
@@ -7,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+MOST_SHARED_MEMORY, CLUSTER_SIZE = 8, 4  # as the driver numbers attributes of functions, and of launches
 
 
 def compile_cuda(source: str, options: Sequence[str]) -> str:
@@ -98,8 +102,8 @@ def _ask_driver(driver: ctypes.CDLL, ranks: int, threads: int, memory: int) -> i
     try:
         _check(driver.cuModuleLoadData(ctypes.byref(module), ptx.encode()))
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, b"nothing"))
-        _check(driver.cuFuncSetAttribute(function, 8, memory))  # the most that it may ask for
-        cluster = _Attribute(4, 0, (ctypes.c_uint * 16)(ranks, 1, 1))
+        _check(driver.cuFuncSetAttribute(function, MOST_SHARED_MEMORY, memory))
+        cluster = _Attribute(CLUSTER_SIZE, 0, (ctypes.c_uint * 16)(ranks, 1, 1))
         launch = _Launch((ranks, 1, 1), (threads, 1, 1), memory, None, ctypes.pointer(cluster), 1)
         _check(driver.cuOccupancyMaxActiveClusters(ctypes.byref(found), function, ctypes.byref(launch)))
         _check(driver.cuModuleUnload(module))

@@ -100,9 +100,8 @@ def _is_known(attention: Any, *, cross: bool = False) -> bool:
 def available(model: LanguageModel, texts: int) -> bool:
     """Whether to use them, here: on one NVIDIA GPU, for few texts."""
     config = model.config
-    asked = config.kernels in ("on", "auto")
     here = "NVIDIA" in jax.devices()[0].device_kind and is_alone()
-    return asked and here and texts <= MOST and config.dtype == "bfloat16" and suits(model)
+    return config.kernels != "off" and here and texts <= MOST and config.dtype == "bfloat16" and suits(model)
 
 
 def pack_model(model: LanguageModel, *, as_one: bool = False) -> Packed:

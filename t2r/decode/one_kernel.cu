@@ -25,10 +25,11 @@ constexpr int EACH = TEXTS / RANKS;          // texts that are a rank's
 constexpr int KEYS = FEATURES / 8;           // rows of S that are a thread's
 constexpr int PARTS = HEAD / 64;             // four columns of S in each of these are, likewise
 constexpr int STEPPERS = 128 * EACH;         // threads that have a part of S
-constexpr int OWNED = (TEXTS + (HEADS < FEEDERS ? HEADS : FEEDERS) - 1) / (HEADS < FEEDERS ? HEADS : FEEDERS);
+constexpr int OWNED = (TEXTS + HEADS - 1) / HEADS;  // texts whose residual is a cluster's, at most
 
 static_assert(SLICE % 64 == 0 && ROWS % 16 == 0 && HEAD % 64 == 0 && UNITS % 32 == 0, "not for these sizes");
 static_assert(FEATURES % 8 == 0 && FEATURES <= 32 && EACH == 2 && STEPPERS < THREADS, "not for these sizes");
+static_assert(HEADS <= FEEDERS, "each cluster has some of the feed-forward");
 
 // Numbers of 16 texts, as tensor cores take them: four columns of texts t and t + 8 in 16 bytes, then the next text's.
 // Between columns there is a gap, lest several threads want the same bank of memory.
@@ -102,11 +103,10 @@ struct Part {
   int cluster = blockIdx.x / RANKS, rank = blockIdx.x % RANKS;
 
   bool attends() const { return cluster < HEADS; }
-  bool feeds() const { return cluster < FEEDERS; }
-  int for_layer() const { return attends() * FOR_HEAD + feeds() * FOR_FEED; }
+  int for_layer() const { return attends() * FOR_HEAD + FOR_FEED; }
 
   const uint4* chunk(int number) const {
-    const int layer = attends() ? number / (FOR_HEAD + feeds() * FOR_FEED) : number / FOR_FEED;
+    const int layer = attends() ? number / (FOR_HEAD + FOR_FEED) : number / FOR_FEED;
     const int place = number - layer * for_layer() - attends() * FOR_HEAD;  // among those for the feed-forward
     const u64 before = (u64)blockIdx.x * LAYERS + layer;
     return place < 0 ? head_chunks + (before * FOR_HEAD + FOR_HEAD + place) * CHUNK * 32
@@ -137,9 +137,9 @@ void ask_for_rows(Shared& shared, const Part& part, int layer) {
   if (layer >= LAYERS) return;
   u64* arrived = &shared.rows_arrived[layer % 2];
   const int place = blockIdx.x * LAYERS + layer;
-  expect(arrived, part.attends() * sizeof(HeadRows) + part.feeds() * sizeof(FeedRows));
+  expect(arrived, part.attends() * sizeof(HeadRows) + sizeof(FeedRows));
   if (part.attends()) fetch(&shared.head_rows[layer % 2], part.head_rows + place, sizeof(HeadRows), arrived);
-  if (part.feeds()) fetch(&shared.feed_rows[layer % 2], part.feed_rows + place, sizeof(FeedRows), arrived);
+  fetch(&shared.feed_rows[layer % 2], part.feed_rows + place, sizeof(FeedRows), arrived);
 }
 
 // Products of 16 texts with rows, 16 of which are a warp's, and perhaps 16 more.
@@ -441,21 +441,19 @@ KERNEL(RANKS, THREADS) decode_step(POINTERS) {
       state.write(shared, layer, part);
     });
 
-    if (part.feeds()) {
-      read_stream(shared, work, feed, part, FEEDERS, &shared.raised_arrived);
-      Product<UNITS, SLICE>(shared, shared.stream, for_up).give([&](int text, int row, float4 x) {
-        send(&shared.raised[part.rank][text][row % OWN], row / OWN, x, &shared.raised_arrived);
-      });
-      wait_for_fetched(&shared.rows_arrived[layer % 2], layer / 2 % 2);
-      receive(&shared.raised_arrived, layer, RAISED);
-      finish_hidden(shared, part, of_feed);
-      replace_chunks(shared, part, for_up, FOR_UP);
-      receive(&shared.hidden_arrived, layer, HIDDEN);
-      const Product<SLICE, UNITS> found(shared, shared.hidden, for_down);
-      add_to_stream(shared, work, feed, part, FEEDERS, found, of_feed.down_bias);
-    }
-    meet_rank(counter, part.feeds(), (layer + 1) * (HEADS + FEEDERS), [&] {
-      if (part.feeds()) replace_chunks(shared, part, for_down, FOR_DOWN);
+    read_stream(shared, work, feed, part, FEEDERS, &shared.raised_arrived);
+    Product<UNITS, SLICE>(shared, shared.stream, for_up).give([&](int text, int row, float4 x) {
+      send(&shared.raised[part.rank][text][row % OWN], row / OWN, x, &shared.raised_arrived);
+    });
+    wait_for_fetched(&shared.rows_arrived[layer % 2], layer / 2 % 2);
+    receive(&shared.raised_arrived, layer, RAISED);
+    finish_hidden(shared, part, of_feed);
+    replace_chunks(shared, part, for_up, FOR_UP);
+    receive(&shared.hidden_arrived, layer, HIDDEN);
+    const Product<SLICE, UNITS> found(shared, shared.hidden, for_down);
+    add_to_stream(shared, work, feed, part, FEEDERS, found, of_feed.down_bias);
+    meet_rank(counter, true, (layer + 1) * (HEADS + FEEDERS), [&] {
+      replace_chunks(shared, part, for_down, FOR_DOWN);
       state.read(shared, layer + 1, part);
     });
   }

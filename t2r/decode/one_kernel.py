@@ -147,7 +147,7 @@ def take_step(
         [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in changed],
         input_output_aliases={len(given) + index: index for index in range(len(changed))},
     )
-    size = dict(grid_x=max(config.heads, FEEDERS) * RANKS, grid_y=1, grid_z=1, block_x=THREADS, block_y=1, block_z=1)
+    size = dict(grid_x=FEEDERS * RANKS, grid_y=1, grid_z=1, block_x=THREADS, block_y=1, block_z=1)
     launch = {name: np.int32(number) for name, number in dict(size, shared_mem_bytes=MEMORY).items()}
     found = call(*given, *changed, name="decode_step", kernel_type="ptx", kernel_data=kernel, **launch)
     return results(found, x.shape)

@@ -21,6 +21,7 @@ MERGED = AttentionSpec("merged", "t2r", 32)
 LIKE_THE_PAPERS = dict(
     width=1024, heads=2, head_dim=128, feedforward=800, layers=2, attention=(MERGED,), adaptive_cutoffs=()
 )
+needs_nvrtc = pytest.mark.skipif(cuda.nvrtc() is None, reason="needs NVRTC (nvidia-cuda-nvrtc)")
 FEEDERS = 3  # clusters, of 288 units each, 64 of which are nobody's
 
 
@@ -47,7 +48,7 @@ def test_it_is_the_models_step(tmp_path):
 def emulate(folder, defined, x, blocks, states, keep):
     types = [pointer.rsplit(" ", 1)[0] for pointer in defined["POINTERS"].split(", ")]
     passed = ", ".join(f"({kind}) all[{place}]" for place, kind in enumerate(types))
-    grid = max(defined["HEADS"], defined["FEEDERS"]) * one_kernel.RANKS
+    grid = defined["FEEDERS"] * one_kernel.RANKS
     program = [f'#include "{Path(__file__).with_name("emulated_gpu.hpp")}"']
     program += [f"#define {name} {value}" for name, value in defined.items()] + [one_kernel.source("one_kernel.cu")]
     program += [f"void call(void** all) {{ decode_step({passed}); }}"]
@@ -72,7 +73,7 @@ def emulate(folder, defined, x, blocks, states, keep):
     return one_kernel.results(changed, x.shape)
 
 
-@pytest.mark.skipif(cuda.nvrtc() is None, reason="needs NVRTC (nvidia-cuda-nvrtc)")
+@needs_nvrtc
 def test_the_papers_model_lowers_for_gpus():
     """Compiled from CUDA; what it changes is changed in place."""
     config = preset("paper_lm", vocab_size=32_768, adaptive_cutoffs=(), layers=2, attention=(MERGED,))
@@ -104,8 +105,7 @@ def test_without_a_gpu_no_clusters_have_room():
     assert cuda.clusters_at_once(8, 288, 227 * 1024) == 0
 
 
+@needs_nvrtc
 def test_bad_cuda_is_refused_with_the_compilers_words():
-    if cuda.nvrtc() is None:
-        pytest.skip("needs NVRTC (nvidia-cuda-nvrtc)")
     with pytest.raises(RuntimeError, match="nonsense"):
         cuda.compile_cuda('extern "C" __global__ void f() { nonsense; }', ["--gpu-architecture=compute_90"])
