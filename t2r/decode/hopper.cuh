@@ -52,9 +52,9 @@ void send(const void* place, int rank, uint2 x, const u64* arrived) {
                ::"r"(at(place, rank)), "r"(x.x), "r"(x.y), "r"(at(arrived, rank)) : "memory");
 }
 
-void send(const void* place, int rank, const void* from, u32 bytes, const u64* arrived) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(at(place, rank)), "r"(address(from)), "r"(bytes), "r"(at(arrived, rank)) : "memory");
+void send(const void* place, int rank, uint4 x, const u64* arrived) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];"
+               ::"r"(at(place, rank)), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(at(arrived, rank)) : "memory");
 }
 
 void before_sending() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // what was written
@@ -63,6 +63,17 @@ void fetch(void* place, const void* from, u32 bytes, u64* arrived) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(address(place)), "l"(from), "r"(bytes), "r"(address(arrived)) : "memory");
 }
+
+// And what goes to the GPU's memory. One thread stores, and waits.
+
+void store(void* to, const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               ::"l"(to), "r"(address(from)), "r"(bytes) : "memory");
+}
+
+void all_is_asked_for() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+void wait_until_stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // What all blocks read and write.
 
@@ -102,5 +113,5 @@ void multiply(float (&sum)[4], uint4 texts, u32 low, u32 high) {  // adds 16 tex
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(texts.x), "r"(texts.z), "r"(texts.y), "r"(texts.w), "r"(low), "r"(high));
+      : "r"(texts.x), "r"(texts.y), "r"(texts.z), "r"(texts.w), "r"(low), "r"(high));
 }

@@ -25,7 +25,7 @@ from t2r.decode import cuda
 from t2r.decode.tiles import Matrix
 from t2r.model.config import ModelConfig
 
-TEXTS, RANKS, THREADS = 16, 8, 288  # as in one_kernel.cu
+TEXTS, RANKS, THREADS = 16, 8, 320  # as in one_kernel.cu
 FEEDERS = 15  # clusters that divide the feed-forward: as many as an H200 has room for
 MEMORY = 227 * 1024  # bytes that a block of threads can have: all of a multiprocessor's
 
@@ -87,10 +87,15 @@ def _pack_layer(projections: Matrix, out: Matrix, up: Matrix, down: Matrix, head
         _together(_fragments(_columns(rows)), _fragments(_outputs(out.rows, heads))),
         _together(
             _fragments(_columns(up_rows.reshape(feeders, -1, up_rows.shape[1]))),
-            _fragments(_outputs(down.rows, feeders)),
+            _fragments(_outputs(down.rows, feeders), by_columns=True),
         ),
-        _together(_of_all_ranks(sums), _of_all_ranks(of_heads[1]), _slices(out.bias, heads)),
-        _together(up_sums.reshape(units_of), up.bias.reshape(units_of), _slices(down.bias, feeders)),
+        _together(_of_all_ranks(sums), _of_all_ranks(of_heads[1])),
+        _together(
+            up_sums.reshape(units_of),
+            up.bias.reshape(units_of),
+            _slices(down.bias, feeders),
+            _slices(out.bias, feeders),
+        ),
     )
 
 
@@ -115,12 +120,16 @@ def _outputs(rows: Float[Array, "n k"], clusters: int) -> Float[Array, "clusters
     return rows.reshape(RANKS, -1, clusters, rows.shape[1] // clusters).transpose(2, 0, 1, 3)
 
 
-def _fragments(rows: Float[Array, "c r n k"]) -> UInt32[Array, "c r size"]:
-    """Rows 4t + 2b + e of 16 as tensor cores take them, 8 at once, and four columns of a thread side by side."""
+def _fragments(rows: Float[Array, "c r n k"], by_columns: bool = False) -> UInt32[Array, "c r size"]:
+    """Rows 4t + 2b + e of 16 as tensor cores take them, 8 at once, and four columns of a thread side by side.
+
+    After 32 rows come the next 32 columns of these, or `by_columns` the next rows.
+    """
     c, r, n, k = rows.shape
-    apart = rows.astype(jnp.bfloat16).reshape(c, r, n // 16, 4, 2, 2, k // 32, 2, 4, 2, 2)
-    #       cluster, rank, 16 rows, t, b, e, 32 columns, 16 columns, thread, pair, column → as threads read them
-    pairs = apart.transpose(0, 1, 2, 4, 6, 3, 5, 8, 7, 9, 10).reshape(c, r, -1, 2)
+    apart = rows.astype(jnp.bfloat16).reshape(c, r, n // 32, 2, 4, 2, 2, k // 32, 2, 4, 2, 2)
+    #       cluster, rank, 32 rows, 16 rows, t, b, e, 32 columns, 16 columns, thread, pair, column → as it is read
+    order = (7, 2) if by_columns else (2, 7)
+    pairs = apart.transpose(0, 1, *order, 3, 5, 4, 6, 9, 8, 10, 11).reshape(c, r, -1, 2)
     return jax.lax.bitcast_convert_type(pairs, jnp.uint32)
 
 
@@ -158,7 +167,7 @@ def arguments(x: Array, blocks: Blocks, states: tuple[LinearState, ...], keep: A
     fill = (0, TEXTS - len(x))
     stream = jnp.pad(x.astype(jnp.float32), [fill, (0, 0)])
     counters = 32 * RANKS  # a cache line for each rank
-    work = jnp.pad(stream.reshape(-1), (0, 2 * stream.size + counters))  # three streams, in turn, and counters
+    work = jnp.pad(stream.reshape(-1), (0, 3 * stream.size + counters))  # and three changes of it
     given = [*blocks, jnp.pad(keep.astype(jnp.float32), fill)]
     return given, [work, *(array for state in states for array in (state.S, state.z))]
 
@@ -166,8 +175,7 @@ def arguments(x: Array, blocks: Blocks, states: tuple[LinearState, ...], keep: A
 def results(changed: Sequence[Array], shape: tuple[int, int]) -> tuple[Array, tuple[LinearState, ...]]:
     work, *arrays = changed
     states = tuple(LinearState(S, z) for S, z in zip(arrays[::2], arrays[1::2]))
-    first = 2 * len(states) % 3 * TEXTS * shape[1]
-    return work[first : first + shape[0] * shape[1]].reshape(shape), states
+    return work[: shape[0] * shape[1]].reshape(shape), states
 
 
 def definitions(

@@ -21,6 +21,7 @@ struct alignas(16) uint4 { u32 x, y, z, w; };
 
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline u32 __float_as_uint(float x) { u32 bits; std::memcpy(&bits, &x, 4); return bits; }
 inline float from_bits(u32 bits) { float x; std::memcpy(&x, &bits, 4); return x; }
@@ -75,6 +76,7 @@ inline void meet(Meeting& meeting, int count) {
   while (meeting.times == times) give_way();
 }
 
+inline void __syncwarp() { meet(blocks[blockIdx.x].warps[threadIdx.x / 32].meeting, 32); }
 inline void __syncthreads() { meet(blocks[blockIdx.x].meeting, threads_of_block); }
 inline void meet_cluster() { meet(clusters[blockIdx.x / ranks_of_cluster], threads_of_block * ranks_of_cluster); }
 
@@ -88,8 +90,9 @@ u32 (*exchange(const u32 (&given)[COUNT]))[6] {
   return place;
 }
 
-inline float __shfl_xor_sync(u32, float x, int lanes) {
-  return from_bits(exchange<1>({__float_as_uint(x)})[(threadIdx.x ^ lanes) % 32][0]);
+inline u32 __shfl_xor_sync(u32, u32 x, int lanes) { return exchange<1>({x})[(threadIdx.x ^ lanes) % 32][0]; }
+inline float __shfl_xor_sync(u32 all, float x, int lanes) {
+  return from_bits(__shfl_xor_sync(all, __float_as_uint(x), lanes));
 }
 
 inline float bfloat(u32 both, int which) { return from_bits(which ? both & 0xffff0000u : both << 16); }
@@ -109,7 +112,7 @@ inline void multiply(float (&sum)[4], uint4 texts, u32 low, u32 high) {
     for (int k = 0; k < 16; k++) {
       const u32* of_text = given[text % 8 * 4 + k % 8 / 2];
       const u32* of_row = given[row * 4 + k % 8 / 2];
-      sum[i] += bfloat(of_text[text / 8 * 2 + k / 8], k % 2) * bfloat(of_row[4 + k / 8], k % 2);
+      sum[i] += bfloat(of_text[text / 8 + k / 8 * 2], k % 2) * bfloat(of_row[4 + k / 8], k % 2);
     }
   }
 }
@@ -163,12 +166,18 @@ inline void send(const void* place, int rank, const void* from, u32 bytes, const
 }
 inline void send(const void* place, int rank, float4 x, const u64* arrived) { send(place, rank, &x, 16, arrived); }
 inline void send(const void* place, int rank, uint2 x, const u64* arrived) { send(place, rank, &x, 8, arrived); }
+inline void send(const void* place, int rank, uint4 x, const u64* arrived) { send(place, rank, &x, 16, arrived); }
 inline void before_sending() {}
 
 inline void fetch(void* place, const void* from, u32 bytes, u64* arrived) {
   std::memcpy(place, from, bytes);
   come(barrier(arrived), bytes);
 }
+
+inline void store(void* to, const void* from, u32 bytes) { std::memcpy(to, from, bytes); }
+inline void all_is_asked_for() {}
+inline void wait_until_read() {}
+inline void wait_until_stored() {}
 
 inline float4 read(const float* from) { return *(const float4*)from; }
 

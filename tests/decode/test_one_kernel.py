@@ -68,8 +68,9 @@ def emulate(folder, defined, x, blocks, states, keep):
     subprocess.run(command, check=True)
     given, changed = ([np.array(array) for array in arrays] for arrays in one_kernel.arguments(x, blocks, states, keep))
     pointers = [array.ctypes.data for array in (*given, *changed, *changed)]
-    ended = ctypes.CDLL(str(folder / "program.so")).go((ctypes.c_void_p * len(pointers))(*pointers))
-    assert ended, "all threads wait for each other"
+    go = ctypes.CDLL(str(folder / "program.so")).go
+    go.restype = ctypes.c_bool
+    assert go((ctypes.c_void_p * len(pointers))(*pointers)), "all threads wait for each other"
     return one_kernel.results(changed, x.shape)
 
 
@@ -102,7 +103,7 @@ def test_it_is_for_models_of_one_kind():
 
 
 def test_without_a_gpu_no_clusters_have_room():
-    assert cuda.clusters_at_once(8, 288, 227 * 1024) == 0
+    assert cuda.clusters_at_once(one_kernel.RANKS, one_kernel.THREADS, one_kernel.MEMORY) == 0
 
 
 @needs_nvrtc
