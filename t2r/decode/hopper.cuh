@@ -57,14 +57,14 @@ void send(const void* place, int rank, uint4 x, const u64* arrived) {
                ::"r"(at(place, rank)), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(at(arrived, rank)) : "memory");
 }
 
-void before_sending() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // what was written
-
 void fetch(void* place, const void* from, u32 bytes, u64* arrived) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(address(place)), "l"(from), "r"(bytes), "r"(address(arrived)) : "memory");
 }
 
-// And what goes to the GPU's memory. One thread stores, and waits.
+// And what goes to the GPU's memory. Threads that have written it say so; then one stores it, and waits.
+
+void is_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 void store(void* to, const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"

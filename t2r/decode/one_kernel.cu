@@ -447,7 +447,7 @@ void take_step(Shared& shared, const Part& part) {
       shared.new_z[i][lane] = shared.z[i][lane] + shared.qkv[i][FEATURES + lane];
     }
   }
-  before_sending();
+  is_written();
 }
 
 KERNEL(RANKS, THREADS) decode_step(POINTERS) {

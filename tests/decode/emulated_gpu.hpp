@@ -167,13 +167,13 @@ inline void send(const void* place, int rank, const void* from, u32 bytes, const
 inline void send(const void* place, int rank, float4 x, const u64* arrived) { send(place, rank, &x, 16, arrived); }
 inline void send(const void* place, int rank, uint2 x, const u64* arrived) { send(place, rank, &x, 8, arrived); }
 inline void send(const void* place, int rank, uint4 x, const u64* arrived) { send(place, rank, &x, 16, arrived); }
-inline void before_sending() {}
 
 inline void fetch(void* place, const void* from, u32 bytes, u64* arrived) {
   std::memcpy(place, from, bytes);
   come(barrier(arrived), bytes);
 }
 
+inline void is_written() {}
 inline void store(void* to, const void* from, u32 bytes) { std::memcpy(to, from, bytes); }
 inline void all_is_asked_for() {}
 inline void wait_until_read() {}
