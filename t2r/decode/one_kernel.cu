@@ -26,6 +26,8 @@ constexpr int OWN = UNITS / RANKS;           // units that are a rank's, of thos
 constexpr int EACH = TEXTS / RANKS;          // texts that are a rank's
 constexpr int KEYS = FEATURES / 4;           // rows of S of which a thread changes four columns
 constexpr int STEPPERS = 128 * EACH;         // threads that do
+constexpr int COUNTS = STEPPERS;             // the thread that counts who has come: one that does not
+constexpr int ASKS = THREADS - 1;            // the one that asks for all but chunks
 
 static_assert(SLICE == 128 && HEAD == 128 && ROWS % 32 == 0 && UNITS % 32 == 0, "not for these sizes");
 static_assert(FEATURES % 8 == 0 && FEATURES <= 32 && HEADS <= FEEDERS && FEEDERS <= TEXTS, "not for these sizes");
@@ -261,9 +263,9 @@ struct Stream {
   void meet(float* work, int phase, const Part& part, const float* bias, Work meanwhile) {
     u32* counter = (u32*)(work + 4 * TEXTS * WIDTH) + part.rank * 32;
     __syncthreads();
-    if (threadIdx.x == STEPPERS) count(counter);
+    if (threadIdx.x == COUNTS) count(counter);
     meanwhile();
-    if (threadIdx.x == STEPPERS) wait_for_count(counter, (phase + 1) * FEEDERS);
+    if (threadIdx.x == COUNTS) wait_for_count(counter, (phase + 1) * FEEDERS);
     __syncthreads();
     float4 change[2];
     each([&](int text, float4&, int i) { change[i] = read(change_at(work, phase, text, slice + column)); });
@@ -471,7 +473,7 @@ KERNEL(RANKS, THREADS) decode_step(POINTERS) {
   __syncthreads();
   meet_cluster();
   replace_chunks(shared, part, -SLOTS, SLOTS);
-  const bool has_state = part.attends() && threadIdx.x == THREADS - 1;  // the thread that asks for it
+  const bool has_state = part.attends() && threadIdx.x == ASKS;
   if (has_state) ask_for_state(shared, 0, part);
 
   Stream stream(work, part);
@@ -511,7 +513,7 @@ KERNEL(RANKS, THREADS) decode_step(POINTERS) {
     up.give([&](int text, int row, float4 x) {
       send(&shared.raised[part.rank][text / 8][text % 8 * OWN + row % OWN], row / OWN, x, &shared.raised_arrived);
     });
-    if (threadIdx.x == THREADS - 1) ask_for_rows(shared, part, layer + 1);
+    if (threadIdx.x == ASKS) ask_for_rows(shared, part, layer + 1);
     if (has_state) store_state(shared, layer, part);
     receive(&shared.raised_arrived, layer, RAISED);
     finish_hidden(shared, part, of_feed);

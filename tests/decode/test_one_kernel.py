@@ -54,18 +54,8 @@ def emulate(folder, defined, x, blocks, states, keep):
     program += [f"void call(void** all) {{ decode_step({passed}); }}"]
     program += [f'extern "C" bool go(void** all) {{ return run(call, all, {grid}, RANKS, THREADS, MEMORY); }}']
     (folder / "program.cpp").write_text("\n".join(program))
-    command = [
-        "g++",
-        "-O2",
-        "-std=c++17",
-        "-shared",
-        "-fPIC",
-        "-w",
-        "-o",
-        folder / "program.so",
-        folder / "program.cpp",
-    ]
-    subprocess.run(command, check=True)
+    command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", "-w", "-o", "program.so", "program.cpp"]
+    subprocess.run(command, check=True, cwd=folder)
     given, changed = ([np.array(array) for array in arrays] for arrays in one_kernel.arguments(x, blocks, states, keep))
     pointers = [array.ctypes.data for array in (*given, *changed, *changed)]
     go = ctypes.CDLL(str(folder / "program.so")).go
