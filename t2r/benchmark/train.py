@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ class TrainSpeed(NamedTuple):
     step_seconds: float  # the median
     spread: float  # slowest less fastest, over the median
     first_seconds: float  # of the first step, compilation included
+    forward_seconds: float  # the median of the forward pass alone
     utilisation: float | None  # operations of the model's definition over what the devices can do
     peak_bytes: int | None  # of one device
     loss: float
@@ -36,19 +38,18 @@ def measure(config: ConfigDict, *, steps: int = 10, rounds: int = 5, profile: st
     step = run.step(mesh, config.label_smoothing)
     state = place(_random_like(run.state), shardings(run.state, mesh))
     parts = [_random_words(run.batch, run.model.config, seed) for seed in range(config.accumulate)]
-    times = []
-    with Progress("rounds", rounds + 1) as progress:
-        for number in range(rounds + 1):
-            began = time.perf_counter()
-            for _ in range(steps if number else 1):
-                state, result = step(state, parts)
-            loss = float(result["loss"])
-            times.append((time.perf_counter() - began) / (steps if number else 1))
-            progress.advance(step_seconds=times[-1])
+
+    def train() -> Any:
+        nonlocal state
+        state, result = step(state, parts)
+        return result
+
+    with Progress("rounds", 2 * (rounds + 1)) as progress:
+        times, result = _time(train, steps, rounds, progress)
+        (_, *forward), _ = _time(lambda: step.forward(state, parts), steps, rounds, progress)
     if profile:
         with jax.profiler.trace(profile):
-            state, result = step(state, parts)
-            jax.block_until_ready(result)
+            jax.block_until_ready(train())
     first_seconds, *counted = times
     seconds = statistics.median(counted)
     limit = peak(mesh.devices.flat[0])
@@ -58,10 +59,24 @@ def measure(config: ConfigDict, *, steps: int = 10, rounds: int = 5, profile: st
         step_seconds=seconds,
         spread=(max(counted) - min(counted)) / seconds,
         first_seconds=first_seconds,
+        forward_seconds=statistics.median(forward),
         utilisation=work / seconds / (limit * mesh.size) if limit else None,
         peak_bytes=(jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
-        loss=loss,
+        loss=float(result["loss"]),
     )
+
+
+def _time(call: Callable[[], Any], steps: int, rounds: int, progress: Progress) -> tuple[list[float], Any]:
+    """Seconds of a call, by rounds, the first of which is one call alone; and what the last one found."""
+    times = []
+    for count in (1, *[steps] * rounds):
+        began = time.perf_counter()
+        for _ in range(count):
+            result = call()
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - began) / count)
+        progress.advance(seconds=times[-1])
+    return times, result
 
 
 def _random_words(like: Batch, config: ModelConfig, seed: int) -> Batch:

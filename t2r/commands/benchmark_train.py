@@ -1,4 +1,5 @@
-"""Measure training speed: tokens per second and utilisation of a config's real step on the devices there are.
+"""Measure training speed: tokens per second and utilisation of a config's real step on the devices there are, and its
+forward pass alone.
 
 python -m t2r benchmark train --config=configs/NAME.py[:VARIANT] [--config.FIELD=VALUE ...] [--steps=10]
     [--output=FILE.json] [--profile=DIR]
@@ -21,12 +22,22 @@ _PROFILE = flags.DEFINE_string("profile", None, "Directory for a profile of one 
 
 
 def main() -> dict[str, Any]:
+    import jax
+
     from t2r import environment
+    from t2r.benchmark.decode import is_out_of_memory
     from t2r.benchmark.train import measure
     from t2r.console import table
+    from t2r.errors import InputError
 
     config = _CONFIG.value
-    speed = measure(config, steps=_STEPS.value, profile=_PROFILE.value)
+    try:
+        speed = measure(config, steps=_STEPS.value, profile=_PROFILE.value)
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        mend = "Take fewer tokens at once (config.data, config.accumulate), or config.model.remat=True"
+        raise InputError(f"a step does not fit: {str(error).splitlines()[0]} {mend}") from error
     print(table(["", "measured"], speed._asdict().items()))
     result = {**speed._asdict(), "environment": environment.describe(), "config": config.to_dict()}
     if _OUTPUT.value:

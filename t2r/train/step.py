@@ -105,11 +105,17 @@ class Step:
             losses = {name: jnp.zeros(()) for name in names}
             return Total(losses, jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, trained))
 
-        def add_part(total: Total, state: TrainState, batch: Batch, number: Array) -> Total:
+        def key_of(state: TrainState, number: Array) -> PRNGKeyArray:
             key = jax.random.wrap_key_data(state.key)
-            key = jax.random.fold_in(jax.random.fold_in(key, state.step), number)
+            return jax.random.fold_in(jax.random.fold_in(key, state.step), number)
+
+        def forward(state: TrainState, batch: Batch, number: Array) -> tuple[dict[str, Array], Array]:
+            return loss_of(state.trained, state.frozen, batch, key_of(state, number))[1]
+
+        def add_part(total: Total, state: TrainState, batch: Batch, number: Array) -> Total:
             gradient_of = jax.value_and_grad(loss_of, has_aux=True)
-            (_, (losses, tokens)), gradient = gradient_of(state.trained, state.frozen, batch, key)
+            given = (state.trained, state.frozen, batch, key_of(state, number))
+            (_, (losses, tokens)), gradient = gradient_of(*given)
             return jax.tree.map(jnp.add, total, Total(losses, tokens, gradient))
 
         def finish(state: TrainState, total: Total) -> tuple[TrainState, dict[str, Array]]:
@@ -127,6 +133,9 @@ class Step:
         everywhere, by_rows, layout = replicated(mesh), batch_sharding(mesh), shardings(like, mesh)
         totals = Total(everywhere, everywhere, layout.trained)
         self._mesh, self._by_rows = mesh, by_rows
+        self._forward = jax.jit(
+            forward, in_shardings=(layout, by_rows, None), out_shardings=everywhere, compiler_options=OPTIONS
+        )
         self._zero = jax.jit(zero, in_shardings=(layout.trained,), out_shardings=totals)
         self._add_part = jax.jit(
             add_part,
@@ -145,6 +154,14 @@ class Step:
             for number, batch in enumerate(parts):
                 total = self._add_part(total, state, jax.device_put(batch, self._by_rows), np.uint32(number))
             return self._finish(state, total)
+
+    def forward(self, state: TrainState, parts: Sequence[Batch]) -> list[tuple[dict[str, Array], Array]]:
+        """Of each part the losses and tokens that the step adds up, without gradients: for benchmarks."""
+        with jax.set_mesh(self._mesh):
+            return [
+                self._forward(state, jax.device_put(batch, self._by_rows), np.uint32(number))
+                for number, batch in enumerate(parts)
+            ]
 
     def lower(self, state: TrainState, batch: Batch, *platforms: str) -> dict[str, jax.stages.Lowered]:
         """The programs of a step for a part of this shape, not compiled yet; from shapes alone, for any platform."""

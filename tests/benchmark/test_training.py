@@ -67,6 +67,7 @@ def test_a_step_is_measured_on_all_devices():
     speed = measure(config, steps=1, rounds=2)
     assert speed.tokens_per_second == pytest.approx(256 / speed.step_seconds)
     assert np.isfinite(speed.loss) and speed.utilisation is None, "a CPU is in no table"
+    assert speed.forward_seconds > 0
 
 
 def test_rows_that_do_not_divide_among_devices_are_refused():

@@ -57,6 +57,16 @@ def test_the_loss_falls(plain):
     assert losses[-1] < 0.5 * losses[0]
 
 
+def test_the_forward_pass_alone_finds_the_same_loss():
+    """With the same dropout, over two parts."""
+    model = make_model(micro(layers=1, dropout=0.2))
+    optimizer, mesh = make_optimizer(default_config().optimizer, 1), make_mesh(ConfigDict({"data": 2}))
+    state = init_state(arrays_of(model), trainable_names(model, "all"), optimizer, 0)
+    step, parts = Step(model, optimizer, mesh, state), [Batch(random_tokens(4, 17, seed=seed)) for seed in range(2)]
+    losses, tokens = zip(*step.forward(state, parts))
+    assert float(step(state, parts)[1]["loss"]) == pytest.approx(sum(loss["loss"] for loss in losses) / sum(tokens))
+
+
 @pytest.mark.parametrize("options", [dict(accumulate=4), dict(devices=2), dict(devices=2, accumulate=2)])
 def test_parts_and_devices_change_nothing(model, plain, options):
     losses, arrays = run(jax.tree.map(jnp.copy, model), **options)
