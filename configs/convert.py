@@ -17,7 +17,7 @@ model brings its tokenizer. Results: results/stories15M.md, results/opus_mt.md.
 """
 
 from t2r.errors import InputError
-from t2r.train.config import default_config, pretrained
+from t2r.training.config import default_config, pretrained
 
 VARIANTS = ("text", "data_free", "pairs", "distilled")
 

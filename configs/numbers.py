@@ -7,8 +7,8 @@ config.init_from names another, or `t2r_scratch`, `elu_scratch`, `rfa_scratch`. 
 sizes, 32 for cross and 4 for causal attention.
 """
 
-from t2r.train.config import architecture, default_config, pretrained
-from t2r.train.rows import translation_row
+from t2r.training.config import architecture, default_config, pretrained
+from t2r.training.rows import translation_row
 
 
 def get_config(name: str = "transformer"):

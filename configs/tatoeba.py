@@ -10,8 +10,8 @@ which start from runs/tatoeba/transformer/model unless config.init_from names an
 `rfa_scratch`, trained from random initialisation for as long as the transformer. Results: results/tatoeba.md.
 """
 
-from t2r.train.config import architecture, default_config, pretrained
-from t2r.train.rows import translation_row
+from t2r.training.config import architecture, default_config, pretrained
+from t2r.training.rows import translation_row
 
 
 def get_config(name: str = "transformer"):

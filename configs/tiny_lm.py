@@ -13,7 +13,7 @@ Costs and scores measured here are in results/tiny_lm.md.
 """
 
 from t2r.errors import InputError
-from t2r.train.config import architecture, default_config, pretrained
+from t2r.training.config import architecture, default_config, pretrained
 
 # What takes the place of softmax (feature map, features, layers kept) and which parameters then train.
 CONVERSIONS = {

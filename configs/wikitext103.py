@@ -26,7 +26,7 @@ feed-forward of 2 · 1,024 · 4,096 + 5,120, two norms of 2,048). T2R adds 8 · 
 
 from t2r.errors import InputError
 from t2r.model.config import RATES, preset
-from t2r.train.config import architecture, default_config, pretrained
+from t2r.training.config import architecture, default_config, pretrained
 
 # Feature map, features (0: the map's own), layers kept, what trains.
 ROWS = {

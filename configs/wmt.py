@@ -26,8 +26,8 @@ the decoder (another attention, another norm).
 """
 
 from t2r.errors import InputError
-from t2r.train.config import architecture, default_config, pretrained
-from t2r.train.rows import translation_row
+from t2r.training.config import architecture, default_config, pretrained
+from t2r.training.rows import translation_row
 
 # Steps of training and of finetuning; subwords; one tokenizer for both sides; about how many steps make an epoch; the
 # data set. The paper does not state its vocabulary sizes: these are those of the preprocessing it says it follows.

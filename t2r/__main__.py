@@ -1,4 +1,4 @@
-"""python -m t2r <command>: dispatch, nothing else."""
+"""t2r COMMAND, or python -m t2r COMMAND: dispatch, nothing else."""
 
 import ast
 import importlib.util
@@ -14,7 +14,8 @@ def main(arguments: list[str]) -> int:
     """Runs a command; bad input is one message and status 2, anything else that goes wrong keeps its traceback."""
     from t2r import commands
 
-    names = sorted(module.name.replace("_", " ") for module in pkgutil.iter_modules(commands.__path__))
+    modules = [module.name for module in pkgutil.iter_modules(commands.__path__)]
+    names = sorted(name.replace("_", " ") for name in modules if not name.startswith("_"))
     if " ".join(arguments[:2]) in names:  # such as `benchmark compile`
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
     if not arguments or arguments[0] not in names:
@@ -22,7 +23,7 @@ def main(arguments: list[str]) -> int:
         if arguments and not asked_for_help:
             print(f"unknown command {arguments[0]!r}", file=sys.stderr)
         lines = (f"  {name:<20} {_summary(name)}" for name in names)
-        print("usage: python -m t2r COMMAND ...  (COMMAND --help says more)\n\n" + "\n".join(lines))
+        print("usage: t2r COMMAND ...  (COMMAND --help says more)\n\n" + "\n".join(lines))
         return 0 if asked_for_help else 2
     command = importlib.import_module(_module(arguments[0]))
     if {"--help", "-h", "-help"} & set(arguments):
@@ -53,9 +54,9 @@ def parse_flags(command, arguments: list[str]) -> None:
     from t2r.errors import InputError
 
     if hasattr(command, "_CONFIG"):
-        from t2r.train.config import check_arguments
+        from t2r.training.config import check_arguments
 
-        check_arguments(arguments)
+        arguments = check_arguments(arguments)
     try:
         rest = flags.FLAGS(arguments)[1:]
     except (flags.Error, TypeError, ValueError) as error:
@@ -74,6 +75,11 @@ def _summary(name: str) -> str:
     return ast.get_docstring(ast.parse(source)).splitlines()[0]
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """The command `t2r`."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    run()

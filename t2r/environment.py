@@ -27,7 +27,7 @@ def describe() -> dict[str, Any]:
     }
 
 
-def all_bytes(arrays: Any) -> int:
+def total_bytes(arrays: Any) -> int:
     """What arrays, or shapes of them, occupy."""
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(arrays))
 

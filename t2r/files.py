@@ -10,7 +10,7 @@ from t2r.errors import InputError
 
 
 @contextlib.contextmanager
-def written_whole(path: Path, *, replace: bool = False) -> Iterator[Path]:
+def atomic_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """A folder to write into, which gets its name when all is written, in place of an older one if `replace`."""
     unfinished, old = (path.with_name(f"{path.name}.{os.getpid()}.{what}") for what in ("unfinished", "old"))
     shutil.rmtree(unfinished, ignore_errors=True)  # a process that was killed may have had this number

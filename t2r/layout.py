@@ -53,7 +53,7 @@ LINEAR_STATE = {
 KV_CACHE = {"k": ("batch", "heads", None, None), "v": ("batch", "heads", None, None), "valid": ("batch", None)}
 
 
-def spec_of(dimensions: Sequence[str | None], shape: Sequence[int], sizes: dict[str, int]) -> PartitionSpec:
+def partition_spec(dimensions: Sequence[str | None], shape: Sequence[int], sizes: dict[str, int]) -> PartitionSpec:
     """How an array is divided: each dimension along its axes, if no other has taken them and they divide it."""
     taken, parts = set(), []
     for name, size in zip(dimensions, shape):
@@ -86,12 +86,12 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
         dimensions = dimensions_of(names[-1]) if names else ()
         if len(dimensions) != len(leaf.shape):
             return NamedSharding(mesh, PartitionSpec())
-        return NamedSharding(mesh, spec_of(dimensions, leaf.shape, sizes))
+        return NamedSharding(mesh, partition_spec(dimensions, leaf.shape, sizes))
 
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
-def unwritten(shape: Sequence[int], dtype: Any) -> Array:
+def uninitialized(shape: Sequence[int], dtype: Any) -> Array:
     """Room for what is written before it is read; zeros where the compiler divides arrays, since it would not divide
     this one."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -105,4 +105,4 @@ def constrain(x: Array, dimensions: Sequence[str | None]) -> Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh is None or mesh.empty or mesh.size == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, spec_of(dimensions, x.shape, dict(mesh.shape)))
+    return jax.lax.with_sharding_constraint(x, partition_spec(dimensions, x.shape, dict(mesh.shape)))

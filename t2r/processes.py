@@ -42,7 +42,7 @@ def join(coordinator: str, processes: int, process: int) -> None:
         console.silence()
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     """Whether there are other processes."""
     return jax.process_count() > 1
 
@@ -52,25 +52,25 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def first_does(action: Callable[[], object]) -> None:
+def on_first_process(action: Callable[[], object]) -> None:
     """The first process does it; the others wait until it is done."""
     if is_first():
         action()
-    wait("first_does")
+    barrier("first_does")
 
 
-def wait(name: str) -> None:
+def barrier(name: str) -> None:
     """Until all have come here."""
-    if several():
+    if is_distributed():
         multihost_utils.sync_global_devices(name)
 
 
 def all_agree(value: bool) -> bool:
     """Whether it is true in all of them."""
-    return value if not several() else bool(np.all(multihost_utils.process_allgather(np.array(value))))
+    return value if not is_distributed() else bool(np.all(multihost_utils.process_allgather(np.array(value))))
 
 
-def told_to_stop(step: int) -> bool:
+def stop_requested(step: int) -> bool:
     """Whether one of them has got SIGTERM, in which case all stop after the same step. To be asked at every step."""
     return multihost_utils.reached_preemption_sync_point(step)
 
@@ -83,7 +83,7 @@ def gather(array: jax.Array) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def ending_together() -> Iterator[None]:
+def exit_together() -> Iterator[None]:
     """Within it, a process that fails ends at once, so that the others notice, and one that notices says so.
 
     Left to itself, it would wait at its end for processes that wait for it.
@@ -93,7 +93,7 @@ def ending_together() -> Iterator[None]:
     except (Stopped, KeyboardInterrupt):
         raise
     except BaseException as error:
-        if not several():
+        if not is_distributed():
             raise
         name = f"process {jax.process_index()} of {jax.process_count()}"
         if isinstance(error, InputError):

@@ -123,7 +123,7 @@ def text_file(tmp_path):
 @pytest.fixture
 def config_file(tmp_path, text_file):
     """The config of a small run on it."""
-    from tests.train.runs import CONFIG
+    from tests.training.runs import CONFIG
 
     path = tmp_path / "config.py"
     path.write_text(CONFIG.format(text=text_file))
@@ -139,7 +139,8 @@ def call(monkeypatch, capsys):
         for name in [name for name in sys.modules if name.startswith("t2r.commands.")]:
             for flag in list(flags.FLAGS.flags_by_module_dict().get(name, [])):
                 delattr(flags.FLAGS, flag.name)
-            del sys.modules[name]
+            if not name.endswith("._benchmark"):
+                del sys.modules[name]
         monkeypatch.setattr(sys, "argv", ["t2r", *arguments])
         status, printed = main(list(arguments)), capsys.readouterr()
         return status, json.loads(printed.out.splitlines()[-1]) if status == 0 else printed.err

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from t2r.convert.swap import swap
+from t2r.conversion.swap import swap
 from t2r.errors import InputError
 from t2r.model.config import from_dict
-from t2r.model.parameters import abstract_model, arrays_of, count
-from t2r.train.config import check, load_config
-from t2r.train.optimizer import make_schedule
-from t2r.train.rows import ROWS
-from t2r.train.shapes import architecture_of, part_of_shapes, run_of_shapes
-from t2r.train.sharding import make_mesh
+from t2r.model.parameters import abstract_model, arrays_of, parameter_count
+from t2r.training.config import check, load_config
+from t2r.training.optimizer import make_schedule
+from t2r.training.rows import ROWS
+from t2r.training.shapes import architecture_of, part_of_shapes, run_of_shapes
+from t2r.training.sharding import make_mesh
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -58,11 +58,11 @@ def test_the_papers_models_have_the_size_their_files_say(name):
         load_config(f"{CONFIGS}/{name}.py{row}") for row in ("", ":en_de/t2r" if name == "wmt" else ":t2r")
     )
     model = abstract_model(from_dict(dict(transformer.model)))
-    assert count(arrays_of(model)) == stated
+    assert parameter_count(arrays_of(model)) == stated
     plan = t2r.convert
     converted = swap(model, feature_map="t2r", features=plan.features, cross_features=plan.cross_features or None)
     layers, heads, size = model.config.layers, model.config.heads, model.config.head_dim
-    added = count(arrays_of(converted)) - stated
+    added = parameter_count(arrays_of(converted)) - stated
     assert added == layers * heads * (plan.features + plan.cross_features) * (size + 1)
 
 

@@ -4,7 +4,7 @@ import itertools
 
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from t2r.attention.dropout import dropout
+from t2r.dropout import dropout
 
 
 def query_blocks(length: int, least: int = 128, most: int = 4) -> list[tuple[int, int]]:

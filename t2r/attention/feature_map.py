@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from t2r.errors import InputError
+from t2r.normalizer import Normalizer
 
 
 class Features(NamedTuple):
@@ -29,16 +30,6 @@ class Features(NamedTuple):
 
     values: Array  # (b, n, g, r, k) for queries, (b, m, g, k) for keys
     log_scale: Float[Array, "b m g"] | None = None
-
-
-class Normalizer(NamedTuple):
-    """What stands below the fraction: max(φ(q)·z, value) if `clamp`, else φ(q)·z + value."""
-
-    clamp: bool
-    value: float
-
-    def __call__(self, total: Array) -> Array:
-        return jnp.maximum(total, self.value) if self.clamp else total + self.value
 
 
 class Constant(nnx.Variable):

@@ -15,12 +15,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from t2r.attention.causal import drop_weights, query_blocks
-from t2r.attention.feature_map import Features, Normalizer
-from t2r.attention.kernels import chunks, pairs, steps
-from t2r.attention.kernels.blocks import is_alone, platform_of
+from t2r.attention.feature_map import Features
+from t2r.kernels import load as load_kernels
+from t2r.kernels.support import is_one_device, kernel_platform
+from t2r.normalizer import Normalizer
 
 # Stands for −∞ where −∞ − (−∞) must not become NaN.
 LOWEST = -1e30
+# Up to this length all pairs of query and key cost less than the state between chunks.
+QUADRATIC_LENGTH = 128
 
 
 class LinearState(NamedTuple):
@@ -59,7 +62,7 @@ def _outer_products(values: Float[Array, "b m g k"], v: Float[Array, "b m g d"])
     return jax.lax.platform_dependent(values, v, cpu=widened, default=product)
 
 
-def read(state: LinearState, q: Features, normalizer: Normalizer, dtype=None) -> Float[Array, "b n g r d"]:
+def query_state(state: LinearState, q: Features, normalizer: Normalizer, dtype=None) -> Float[Array, "b n g r d"]:
     """What the queries see in the state: φ(q)·S / normalizer(φ(q)·z)."""
     values = q.values.astype(jnp.float32)
     above = jnp.einsum("bngrk,bgkd->bngrd", values, state.S)
@@ -125,7 +128,7 @@ def chunked(
     state = initial_state(k, v) if state is None else state
     if not causal:  # every query sees every key, so there is nothing to cut
         state = update(state, k, v, mask)
-        return read(state, q, normalizer, v.dtype), state
+        return query_state(state, q, normalizer, v.dtype), state
 
     batch, length = v.shape[:2]
     count = -(-length // chunk)
@@ -184,14 +187,14 @@ def recurrent(
     def step(state, inputs):
         q, k, v, mask = jax.tree.map(lambda x: x[:, None], inputs)
         state = update(state, k, v, mask)
-        return state, read(state, q, normalizer, v.dtype)[:, 0] if causal else None
+        return state, query_state(state, q, normalizer, v.dtype)[:, 0] if causal else None
 
     per_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q if causal else None, k, v, mask))
     if causal:
         state, out = jax.lax.scan(step, state, per_token, unroll=v.shape[1] == 1)
         return jnp.moveaxis(out, 0, 1), state
     state, _ = jax.lax.scan(step, state, per_token)
-    return read(state, q, normalizer, v.dtype), state
+    return query_state(state, q, normalizer, v.dtype), state
 
 
 def causal_attention(
@@ -208,22 +211,24 @@ def causal_attention(
 ) -> tuple[Array, LinearState]:
     """Causal attention in the form that suits the length and the device. The one place that chooses."""
     length, drops = v.shape[1], bool(dropout) and key is not None
-    platform = platform_of(kernels, q.values, v) if k.log_scale is None else None
-    if platform and length > 128 and state is None and (platform == "gpu" or not drops):
-        k = _without_padding(k, mask)
-        after = update(initial_state(k, v), k, v)
-        if drops:
-            return pairs.attention(q.values, k.values, v, normalizer=normalizer, dropout=dropout, key=key), after
-        return chunks.attention(q.values, k.values, v, normalizer, platform=platform), after
+    platform = kernel_platform(kernels, q.values, v) if k.log_scale is None else None
+    if platform and length > QUADRATIC_LENGTH and state is None and (platform == "gpu" or not drops):
+        kernel = load_kernels("attention_pairs" if drops else "attention_chunked")
+        if kernel is not None:
+            k = _without_padding(k, mask)
+            after = update(initial_state(k, v), k, v)
+            how = dict(dropout=dropout, key=key) if drops else dict(platform=platform)
+            return kernel.attention(q.values, k.values, v, normalizer=normalizer, **how), after
     if drops:
         return _in_blocks(q, k, v, normalizer, state, mask, dropout, key)
     if length == 1:
-        if platform and kernels == "on" and state is not None and is_alone():
+        in_place = platform and kernels == "on" and state is not None and is_one_device()
+        if in_place and (kernel := load_kernels("attention_step")) is not None:
             key_features = _without_padding(k, mask).values[:, 0]
-            out, S, z = steps.step(q.values[:, 0], key_features, v[:, 0], state.S, state.z, normalizer)
+            out, S, z = kernel.step(q.values[:, 0], key_features, v[:, 0], state.S, state.z, normalizer)
             return out[:, None], LinearState(S, z)
         return recurrent(q, k, v, normalizer, state=state, mask=mask)
-    form = quadratic if length <= 128 else chunked
+    form = quadratic if length <= QUADRATIC_LENGTH else chunked
     return form(q, k, v, normalizer, state=state, mask=mask)
 
 

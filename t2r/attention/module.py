@@ -1,11 +1,12 @@
 """The modules: softmax, linear and merged linear attention behind one interface.
 
 Causal self-attention is a call: `out, state = attention(x, state=state)`. Attention over a sequence that
-is known whole, one's own (bidirectional) or another's (cross), is two steps: `state = remember(source)`
-once, then `out = recall(x, state)` as often as needed. The state is a `KVCache` or a `LinearState`.
+is known whole, one's own (bidirectional) or another's (cross), is two steps: `state = build_state(source)`
+once, then `out = query_state(x, state)` as often as needed. The state is a `KVCache` or a `LinearState`.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ _xavier = nnx.initializers.xavier_uniform()
 
 
 @dataclass(frozen=True)
-class Heads:
+class AttentionShape:
     """The shape of multihead attention, the same before and after conversion."""
 
     width: int  # of the residual stream
@@ -46,7 +47,9 @@ class Heads:
         return self.head_dim**-0.5
 
 
-def projection(shape: Heads, heads: int, size: int, rngs: nnx.Rngs, *, bias: bool | None = None) -> nnx.LinearGeneral:
+def projection(
+    shape: AttentionShape, heads: int, size: int, rngs: nnx.Rngs, *, bias: bool | None = None
+) -> nnx.LinearGeneral:
     """width → (heads, size)."""
     if bias is None:
         bias = shape.bias if shape.projection_bias is None else shape.projection_bias
@@ -63,7 +66,7 @@ def projection(shape: Heads, heads: int, size: int, rngs: nnx.Rngs, *, bias: boo
 class _Attention(nnx.Module):
     """What the three kinds share: values, output, and the path of a call."""
 
-    def __init__(self, shape: Heads, *, rngs: nnx.Rngs):
+    def __init__(self, shape: AttentionShape, *, rngs: nnx.Rngs):
         self.shape = shape
         self.value = projection(shape, shape.kv_heads, shape.head_dim, rngs)
         self.out = nnx.LinearGeneral(
@@ -86,7 +89,7 @@ class _Attention(nnx.Module):
 class _Projected(_Attention):
     """Attention that builds queries and keys."""
 
-    def __init__(self, shape: Heads, *, rngs: nnx.Rngs):
+    def __init__(self, shape: AttentionShape, *, rngs: nnx.Rngs):
         super().__init__(shape, rngs=rngs)
         self.query = projection(shape, shape.heads, shape.head_dim, rngs)
         self.key = projection(shape, shape.kv_heads, shape.head_dim, rngs)
@@ -115,6 +118,8 @@ class _Projected(_Attention):
 class SoftmaxAttention(_Projected):
     """The transformer's attention."""
 
+    kind = "softmax"
+
     def init_state(self, batch: int, capacity: int) -> KVCache:
         shape = self.shape
         return KVCache.zeros(batch, capacity, shape.kv_heads, shape.head_dim, jnp.dtype(shape.dtype))
@@ -134,18 +139,26 @@ class SoftmaxAttention(_Projected):
             kernels = self.shape.kernels
             out = softmax.causal_attend(q, k, v, scale, mask=mask, window=window, kernels=kernels, **chance)
         else:
-            state = softmax.append(state, k, v, mask)
-            allowed = softmax.cached_mask(state, x.shape[1], window)
-            out = softmax.attend(q, state.k, state.v, allowed, scale, **chance)
+            out, state = self.attend_cached(q, k, v, state, mask, **chance)
         return self._finish(out), state
 
-    def remember(self, source: Array, *, mask=None, positions=None, key: PRNGKeyArray | None = None) -> KVCache:
+    def attend_cached(
+        self, q: Array, k: Array, v: Array, state: KVCache, mask: Array | None, **dropout: Any
+    ) -> tuple[Float[Array, "b n g r d"], KVCache]:
+        """Writes the keys and values into the cache, then attends to all of it."""
+        state = softmax.append(state, k, v, mask)
+        allowed = softmax.cached_mask(state, q.shape[1], self.shape.window)
+        return softmax.attend(q, state.k, state.v, allowed, self.shape.query_scale, **dropout), state
+
+    def attend_state(self, q: Array, state: KVCache, **dropout: Any) -> Float[Array, "b n g r d"]:
+        """Attends to a sequence that is known whole."""
+        return softmax.attend(q, state.k, state.v, state.valid[:, None, :], self.shape.query_scale, **dropout)
+
+    def build_state(self, source: Array, *, mask=None, positions=None, key: PRNGKeyArray | None = None) -> KVCache:
         return softmax.cache_of(self.keys(source, positions), self.value(source), mask)
 
-    def recall(self, x: Array, state: KVCache, *, positions=None, key: PRNGKeyArray | None = None) -> Array:
-        allowed = state.valid[:, None, :]
-        q = self.queries(x, positions)
-        out = softmax.attend(q, state.k, state.v, allowed, self.shape.query_scale, dropout=self.shape.dropout, key=key)
+    def query_state(self, x: Array, state: KVCache, *, positions=None, key: PRNGKeyArray | None = None) -> Array:
+        out = self.attend_state(self.queries(x, positions), state, dropout=self.shape.dropout, key=key)
         return self._finish(out)
 
 
@@ -188,13 +201,13 @@ class _Linear(_Attention):
         )
         return self._finish(out), state
 
-    def remember(self, source: Array, *, mask=None, positions=None, key: PRNGKeyArray | None = None) -> LinearState:
+    def build_state(self, source: Array, *, mask=None, positions=None, key: PRNGKeyArray | None = None) -> LinearState:
         k, v = self.key_features(source, positions, key), self.value(source)
         return linear.update(linear.initial_state(k, v), k, v, mask)
 
-    def recall(self, x: Array, state: LinearState, *, positions=None, key: PRNGKeyArray | None = None) -> Array:
+    def query_state(self, x: Array, state: LinearState, *, positions=None, key: PRNGKeyArray | None = None) -> Array:
         q = self.query_features(x, positions, key)
-        return self._finish(linear.read(state, q, self.normalizer))
+        return self._finish(linear.query_state(state, q, self.normalizer))
 
 
 def is_linear(attention: nnx.Module | None) -> bool:
@@ -205,7 +218,9 @@ def is_linear(attention: nnx.Module | None) -> bool:
 class LinearAttention(_Linear, _Projected):
     """Queries and keys as in the transformer, then φ, then linear attention."""
 
-    def __init__(self, shape: Heads, feature_map: str, features: int | None, *, rngs: nnx.Rngs):
+    kind = "linear"
+
+    def __init__(self, shape: AttentionShape, feature_map: str, features: int | None, *, rngs: nnx.Rngs):
         super().__init__(shape, rngs=rngs)
         self.feature_map = make_feature_map(shape, feature_map, features, rngs=rngs)
 
@@ -253,12 +268,13 @@ class LinearAttention(_Linear, _Projected):
 class MergedLinearAttention(_Linear):
     """T2R for inference: φ folded into the projections, so that queries and keys are never built.
 
-    φ(q) = relu(W̃q x + b̃q) and φ(k) = relu(W̃k x + b̃k); see `t2r.convert.merge` for W̃ and b̃.
+    φ(q) = relu(W̃q x + b̃q) and φ(k) = relu(W̃k x + b̃k); see `t2r.conversion.merge` for W̃ and b̃.
     """
 
+    kind = "merged"
     normalizer = T2R.normalizer
 
-    def __init__(self, shape: Heads, features: int, *, rngs: nnx.Rngs):
+    def __init__(self, shape: AttentionShape, features: int, *, rngs: nnx.Rngs):
         super().__init__(shape, rngs=rngs)
         self.query = projection(shape, shape.heads, features, rngs, bias=True)
         self.key = projection(shape, shape.kv_heads, features, rngs, bias=True)
@@ -274,7 +290,7 @@ def _project(x: Float[Array, "b n width"], kernel: Array, bias: Array) -> Float[
     return jnp.einsum("bne,ehk->bnhk", x, kernel.astype(x.dtype)) + bias.astype(x.dtype)
 
 
-def make_feature_map(shape: Heads, name: str, features: int | None, *, rngs: nnx.Rngs) -> nnx.Module:
+def make_feature_map(shape: AttentionShape, name: str, features: int | None, *, rngs: nnx.Rngs) -> nnx.Module:
     """A feature map by name, for attention of this shape; `features` None takes the map's own default."""
     kind = feature_map_class(name)
     if features is None:

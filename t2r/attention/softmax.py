@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from t2r.attention.causal import drop_weights, query_blocks
-from t2r.attention.kernels import pairs
-from t2r.attention.kernels.blocks import padded, platform_of
+from t2r.batch import pad_length
+from t2r.kernels import load as load_kernels
+from t2r.kernels.support import kernel_platform
 
+KERNEL_LENGTH = 128  # kernels are for longer sequences
 NEGATIVE = -1e30  # finite, so that a query that may see nothing (padding) gives no NaN
 
 
@@ -101,8 +103,9 @@ def causal_attend(
     """The same over each token's own past, without most of the pairs that causality forbids."""
     length, drops = q.shape[1], bool(dropout) and key is not None
     if mask is None and not window:
-        if drops and length > 128 and platform_of(kernels, q, v) == "gpu":
-            return pairs.attention(q, k, v, scale=scale, dropout=dropout, key=key)
+        on_gpu = drops and length > KERNEL_LENGTH and kernel_platform(kernels, q, v) == "gpu"
+        if on_gpu and (kernel := load_kernels("attention_pairs")) is not None:
+            return kernel.attention(q, k, v, scale=scale, dropout=dropout, key=key)
         if not drops and kernels != "off" and has_flash_attention(q):
             return _flash_attention(q, k, v, scale)
     k, v, allowed, outs = heads_first(k), heads_first(v), causal_mask(length, mask, window), []
@@ -121,7 +124,7 @@ def has_flash_attention(q: Array) -> bool:
 def _flash_attention(q: Array, k: Array, v: Array, scale: float) -> Float[Array, "b n g r d"]:
     batch, n, groups, per_group, size = q.shape
     flat = q.reshape(batch, n, groups * per_group, size)
-    even = [padded(x, n + n % 2) for x in (flat, k, v)]  # its backward pass takes no other lengths
+    even = [pad_length(x, n + n % 2) for x in (flat, k, v)]  # its backward pass takes no other lengths
     out = jax.nn.dot_product_attention(*even, scale=scale, is_causal=True, implementation="cudnn")
     return out[:, :n].reshape(q.shape)
 

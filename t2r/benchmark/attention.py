@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,18 +10,17 @@ import jax.numpy as jnp
 
 from t2r.attention import linear, softmax
 from t2r.attention.feature_map import T2R, Features
-from t2r.benchmark.compare import by_row
-from t2r.benchmark.decode import check_fits
+from t2r.benchmark import peers
 from t2r.benchmark.plots import Curve, length_plot, save
-from t2r.benchmark.results import Results
-from t2r.benchmark.timing import timed_in_a_row
+from t2r.benchmark.shared import Output, Results, by_row, check_fits, finish, open_results, timed_in_a_row, where
 from t2r.console import say, table
-from t2r.environment import all_bytes
+from t2r.environment import total_bytes
+from t2r.errors import raise_all
 
 FORWARD, BOTH = "forward", "forward and backward"
 
 
-class Shape(NamedTuple):
+class AttentionSizes(NamedTuple):
     """Sizes, the same for all forms but for the features, which softmax has none of."""
 
     tokens: int = 65_536  # of all sequences together
@@ -67,7 +66,7 @@ FORMS = {
 }
 
 
-def inputs_of(form: Form, shape: Shape, length: int) -> tuple[jax.Array, ...]:
+def inputs_of(form: Form, shape: AttentionSizes, length: int) -> tuple[jax.Array, ...]:
     """Random queries, keys, values, and a gradient of the output."""
     size = shape.features if form.uses_features else shape.head_dim
     keys = jax.random.split(jax.random.key(0), 4)
@@ -79,7 +78,7 @@ def inputs_of(form: Form, shape: Shape, length: int) -> tuple[jax.Array, ...]:
     return (*(map(jax.nn.relu, arrays[:2]) if form.uses_features else arrays[:2]), *arrays[2:])
 
 
-def program_of(form: Form, shape: Shape, which: str) -> Callable[..., Any]:
+def program_of(form: Form, shape: AttentionSizes, which: str) -> Callable[..., Any]:
     """The function that is timed: outputs, or the gradients of queries, keys and values."""
     chance = dict(dropout=shape.dropout, key=jax.random.key(0)) if form.drops else {}
     function = functools.partial(form.function, **chance)
@@ -93,19 +92,21 @@ def program_of(form: Form, shape: Shape, which: str) -> Callable[..., Any]:
     return jax.jit(both)
 
 
-def measure(form: Form, shape: Shape, length: int, which: str, repeat_for: float) -> dict[str, Any]:
+def measure(form: Form, shape: AttentionSizes, length: int, which: str, repeat_for: float) -> dict[str, Any]:
     """One form at one length."""
     inputs = inputs_of(form, shape, length)
     began = time.perf_counter()
     compiled = program_of(form, shape, which).lower(*inputs).compile()
     compile_seconds = time.perf_counter() - began
-    check_fits(compiled, already=all_bytes(inputs))
+    check_fits(compiled, already=total_bytes(inputs))
     times = timed_in_a_row(lambda _: compiled(*inputs), repeat_for)
     tokens = shape.batch(length) * length
     return {**times._asdict(), "tokens_per_second": tokens / times.seconds, "compile_seconds": compile_seconds}
 
 
-def measure_all(results: Results, shape: Shape, lengths: list[int], forms: list[str], repeat_for: float) -> None:
+def measure_all(
+    results: Results, shape: AttentionSizes, lengths: list[int], forms: list[str], repeat_for: float
+) -> None:
     """Every form at every length, forwards and both ways."""
     for length in lengths:
         for name in forms:
@@ -115,6 +116,30 @@ def measure_all(results: Results, shape: Shape, lengths: list[int], forms: list[
                 found = results.find(line, run)
                 if found and "seconds" in found:
                     say(f"{name}, {length} tokens, {which}: {found['seconds'] * 1e3:.3g} ms")
+
+
+def benchmark_attention(
+    shape: AttentionSizes = AttentionSizes(),
+    lengths: Sequence[int] = (512, 2048, 8192),
+    forms: Sequence[str] = (),
+    output: Output = Output(),
+    *,
+    repeat_for: float = 1.0,
+    with_peers: bool = False,
+) -> dict[str, Any]:
+    """Measures all forms of attention at all lengths, forwards and backwards."""
+    forms = list(forms) or list(FORMS)
+    known, unknown = ", ".join(FORMS), [name for name in forms if name not in FORMS]
+    raise_all("--forms:", [f"unknown form {name!r}: choose among {known}" for name in unknown])
+    results = open_results("attention", output)
+    measure_all(results, shape, sorted(lengths), forms, repeat_for)
+    if with_peers:
+        ways = {FORWARD: False, BOTH: True}
+        peers.measure_attention(results, shape, sorted(lengths), ways, repeat_for)
+    print(attention_table(results))
+    plots, summary = plot(results, shape, where(results)), summary_of(results)
+    finish(results, output, {"shape": shape._asdict(), **summary})
+    return {**summary, "left_out": len(results.left_out), "plots": plots}
 
 
 def summary_of(results: Results) -> dict[str, Any]:
@@ -141,7 +166,7 @@ def attention_table(results: Results) -> str:
     return table(["attention", "", "tokens", "ms", "spread", "tokens/s"], rows)
 
 
-def plot(results: Results, shape: Shape, where: str) -> list[str]:
+def plot(results: Results, shape: AttentionSizes, where: str) -> list[str]:
     """A figure for each way."""
     paths = []
     for which, ending in ((FORWARD, "_forward"), (BOTH, "")):

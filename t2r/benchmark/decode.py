@@ -1,223 +1,287 @@
-"""Decoding speed and state size against generated length: unconditional or from a source, greedy, as the paper has it.
-
-Every step of one length costs the same, since caches have their whole capacity from the start. So unless the whole
-is asked for, some steps at the end of a text of that length are timed, in one compiled loop.
-"""
+"""Decoding of several models at several lengths: measured here, or compiled for a TPU that is not here."""
 
 import functools
-import time
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
+from ml_collections import ConfigDict
 
-from t2r.attention.softmax import KVCache
-from t2r.benchmark.rows import normal
-from t2r.benchmark.timing import Times, timed
-from t2r.decode.generate import Generation, packed, scan_steps, start, state_bytes
-from t2r.decode.sampling import Sampling
-from t2r.environment import all_bytes, available_memory
-from t2r.errors import InputError
-from t2r.model.loss import remember
-from t2r.model.parameters import arrays_of, with_arrays
-from t2r.model.transformer import DecodeState, LanguageModel
+from t2r.benchmark import peers
+from t2r.benchmark.compile import compile_step, describe_topology, devices_of
+from t2r.benchmark.floor import (
+    STATED_BANDWIDTH,
+    Machine,
+    StepCost,
+    measure_machine,
+    measured_crossover,
+    peak,
+    predicted_crossover,
+    state_bytes,
+    step_of,
+)
+from t2r.benchmark.models import ROWS, Request, label, model_of_shapes, random_model
+from t2r.benchmark.plots import Curve, length_plot, save
+from t2r.benchmark.shared import MIB, DoesNotFit, Output, Results, by_row, finish, open_results, where
+from t2r.benchmark.steps import Decoder, DecodeSpeed, attention_bytes, generation_of_shapes
+from t2r.console import say, table
+from t2r.layout import AXES
+from t2r.model.transformer import LanguageModel
+from t2r.training.sharding import make_mesh
 
-NO_END = -1  # no token: texts are generated to their full length
-SPARE = 0.97  # of the memory that is free; programs need some that nobody counts
 
+class DecodeOptions(NamedTuple):
+    """How decoding is measured."""
 
-class DecodeSpeed(NamedTuple):
-    """One model at one length."""
-
-    length: int
-    batch: int
-    seconds: float  # of `steps` steps: the median of all repetitions, compilation apart
-    spread: float  # slowest less fastest, over the median
-    compile_seconds: float
-    state_bytes: int
-    steps: int
+    steps: int = 256
+    whole: bool = False
+    seconds: float = 2.0  # of repetitions
+    prompt: int = 0
+    largest_batch_at: tuple[int, ...] = ()  # lengths
 
     @property
-    def step_seconds(self) -> float:
-        return self.seconds / self.steps
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.batch * self.steps / self.seconds
-
-
-class DoesNotFit(InputError):
-    """A program needs more memory than there is."""
+    def method(self) -> str:
+        """For the report."""
+        if self.whole:
+            return "whole generations, from the first token"
+        return f"the last {self.steps} steps of each length, in one compiled loop; caches have their whole capacity"
 
 
-def measure(model: LanguageModel, length: int, *, batch: int = 16, repeat_for: float = 2.0) -> DecodeSpeed:
-    """Generates `length` tokens for each of `batch` texts, again and again until `repeat_for` seconds have passed."""
-    prompts = [[0]] * batch
-    program = Program.of(model, start(model, prompts, length), length, packed(model, batch))
-    begin = lambda: start(model, prompts, length)  # noqa: E731
-    times = timed(program, prepare=begin, repeat_for=repeat_for, least=1, warm_up=0)
-    size = state_bytes(model, batch, length)
-    return DecodeSpeed(length, batch, times.seconds, times.spread, program.compile_seconds, size, length)
+def benchmark_decode(
+    request: Request,
+    options: DecodeOptions = DecodeOptions(),
+    output: Output = Output(),
+    *,
+    topology: str | None = None,
+    mesh: dict[str, int] | None = None,
+    peer_lengths: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Measures, or for a TPU `topology` compiles, all rows at all lengths; other libraries at `peer_lengths`."""
+    axes = dict.fromkeys(AXES, 1) | (mesh or {})
+    devices = math.prod(axes.values())
+    results = open_results("decode", output, describe_topology(topology) if topology else None)
+    machine = machine_of(results, topology, devices)
+    if topology:
+        compile_rows(results, request, machine, topology, axes)
+    else:
+        for name in request.rows:
+            measure_row(results, request, name, machine, options)
+        if peer_lengths:
+            peers.measure_generation(results, request, sorted(peer_lengths))
+    summary = summary_of(results, request, machine)
+    for lines in tables(results, summary):
+        print(lines + "\n")
+    method = "one compiled step" if topology else options.method
+    print(f"timed: {method}")
+    plots = plot_speed(results, request, where(results, devices))
+    finish(results, output, {"identity": request.identity, "method": method, "bandwidth": machine.bandwidth, **summary})
+    return {**summary, "bandwidth": machine.bandwidth, "left_out": len(results.left_out), "plots": plots}
 
 
-class Program(NamedTuple):
-    """A compiled loop, and what it is given besides texts."""
+def machine_of(results: Results, topology: str | None, devices: int = 1) -> Machine:
+    """What floors are computed with: bandwidth as measured, or for TPUs that are not there as their maker states it."""
+    if topology:
+        bandwidth, flops = STATED_BANDWIDTH[topology.partition(":")[0]], peak(devices_of(topology)[0])
+        return Machine(devices * bandwidth, flops and devices * flops)
 
-    compiled: jax.stages.Compiled
-    arrays: Any
-    packed: Any  # None: by the model itself
-    compile_seconds: float
+    def measure() -> dict[str, Any]:
+        machine, speeds = measure_machine()
+        return {"bandwidth": machine.bandwidth, **speeds}
 
-    @classmethod
-    def of(cls, model: LanguageModel, generation: Generation, steps: int, matrices: Any) -> "Program":
-        began, (graph, arrays) = time.perf_counter(), nnx.split(model)
-        compiled = scan_steps.lower(graph, arrays, generation, steps, Sampling(), NO_END, matrices).compile()
-        return cls(compiled, arrays, matrices, time.perf_counter() - began)
-
-    def __call__(self, generation: Generation) -> tuple[Generation, jax.Array]:
-        return self.compiled(self.arrays, generation, self.packed)
+    line = results.find({"what": "bandwidth"}, measure, always=True)
+    return Machine(line["bandwidth"], peak(jax.devices()[0]))
 
 
-class Decoder:
-    """A model whose decoding is measured at several lengths; a program that serves several is compiled once."""
+def measure_row(results: Results, request: Request, name: str, machine: Machine, options: DecodeOptions) -> None:
+    """One model at all lengths; its weights are made when the first figure is missing, and gone at the end."""
+    shapes = model_of_shapes(request.rows[name], request.dtype)
+    translates = bool(shapes.config.encoder_layers)
 
-    def __init__(self, model: LanguageModel, *, repeat_for: float = 2.0, plain: bool = False):
-        self.model, self.repeat_for = model, repeat_for
-        self._packed = functools.cache(lambda batch: None if plain else packed(model, batch))  # for all lengths
-        self.translates = bool(model.config.encoder_layers)
-        self._programs: dict[Any, Program] = {}
+    @functools.cache
+    def decoder() -> Decoder:
+        say(f"{name}: {shapes.config.layers} layers")
+        plain = name in ROWS and ROWS[name].plain
+        return Decoder(random_model(request.rows[name], request.dtype), repeat_for=options.seconds, plain=plain)
 
-    def program(self, batch: int, length: int, steps: int) -> Program:
-        shapes = generation_of_shapes(self.model, batch, length)
-        key = steps, *(leaf.shape for leaf in jax.tree.leaves(shapes))
-        if key not in self._programs:
-            self._programs[key] = Program.of(self.model, shapes, steps, self._packed(batch))
-        return self._programs[key]
+    def find(what: str, length: int, measure: Callable[[], dict[str, Any]], **more: Any) -> None:
+        results.find({"what": what, "row": name, "length": length, **request.common, **more}, measure)
 
-    def steps(self, batch: int, length: int, steps: int, *, whole: bool = False) -> DecodeSpeed:
-        """The last `steps` steps of texts of this length; with `whole`, all of them."""
-        steps = length if whole else min(steps, length)
-        program = self.program(batch, length, steps)
-        check_fits(program.compiled, already=all_bytes((program.arrays, program.packed)))
-        generation = filled(generation_of_shapes(self.model, batch, length))
-        size = attention_bytes(generation.state)
+    def decode(length: int) -> dict[str, Any]:
+        speed = decoder().steps(request.batch, length, options.steps, whole=options.whole)
+        say(f"{name}, {length} tokens: {speed.step_seconds * 1e6:,.0f} µs a step")
+        return figures(speed, step_at(shapes, request.batch, length, whole=options.whole), machine)
 
-        def rewind() -> Generation:
-            return rewound(generation, length - steps)
+    def prefill(length: int) -> dict[str, Any]:
+        times = (decoder().encoding if translates else decoder().prompts)(request.batch, length)
+        return {"prefill": times._asdict(), "tokens_per_second": request.batch * length / times.seconds}
 
-        def run(given: Generation) -> jax.Array:
-            nonlocal generation
-            generation, tokens = program(given)
-            return tokens
+    def largest(length: int) -> dict[str, Any]:
+        speed, predicted = decoder().largest_batch(length, min(options.steps, 16))
+        say(f"{name}, {length} tokens: {speed.batch} texts at once, {speed.tokens_per_second:,.0f} tokens/s")
+        return {**figures(speed, step_at(shapes, speed.batch, length), machine), "predicted_batch": predicted}
 
-        few = dict(least=3, warm_up=0) if whole else {}
-        times = timed(run, prepare=rewind, repeat_for=self.repeat_for, **few)
-        return DecodeSpeed(length, batch, times.seconds, times.spread, program.compile_seconds, size, steps)
-
-    def encoding(self, batch: int, length: int) -> Times:
-        """Reading sources of this length: the encoder, and what each layer of the decoder keeps of it."""
-        graph, arrays = nnx.split(self.model)
-        sources = np.zeros((batch, length), np.int32)
-        compiled = jax.jit(lambda arrays, sources: remember(nnx.merge(graph, arrays), sources))
-        compiled = compiled.lower(arrays, sources).compile()
-        check_fits(compiled, already=all_bytes(arrays))
-        return timed(lambda _: compiled(arrays, sources), repeat_for=self.repeat_for, least=3)
-
-    def prompts(self, batch: int, length: int) -> Times:
-        """Reading prompts of this length, chunk by chunk."""
-        prompts = [[0] * (length + 1)] * batch  # the last token waits for the first step
-        return timed(lambda _: start(self.model, prompts, 1), repeat_for=self.repeat_for, least=3)
-
-    def largest_batch(self, length: int, steps: int, *, like: int = 128, attempts: int = 6) -> tuple[DecodeSpeed, int]:
-        """The speed at the largest batch that runs, and the batch predicted from the program of a smaller one, which
-        must not be so small that it has kernels of its own."""
-        compiled, arrays, _, _ = self.program(like, length, min(steps, length))
-        free, weights = available_memory(), all_bytes(arrays)
-        if free is None:
-            raise DoesNotFit("nobody says how much memory is free")
-        each = (peak_bytes(compiled) - weights) / like
-        batch = predicted = rounded_down(int(SPARE * free / each))
-        for _ in range(attempts):
-            if batch < 1:
-                break
-            try:
-                return self.steps(batch, length, steps), predicted
-            except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-            batch = rounded_down(int(0.9 * batch))
-        raise DoesNotFit(f"not {batch} texts of {length} tokens, nor more")
+    for length in request.lengths:
+        find("decode", length, functools.partial(decode, length), steps=length if options.whole else options.steps)
+    for length in request.lengths if translates else [options.prompt] if options.prompt else []:
+        find("prefill", length, functools.partial(prefill, length))
+    for length in options.largest_batch_at:
+        find("largest batch", length, functools.partial(largest, length), batch=None)
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory was too small."""
-    return isinstance(error, DoesNotFit) or "RESOURCE_EXHAUSTED" in str(error) or "ut of memory" in str(error)
+def step_at(shapes: LanguageModel, batch: int, length: int, *, whole: bool = False) -> StepCost:
+    """What a step must do at the end of a text of this length; over a `whole` one, half of it is there on average."""
+    source = length if shapes.config.encoder_layers else 0
+    return step_of(shapes, batch, (length + 1) / 2 if whole else length, source)
 
 
-def rounded_down(count: int) -> int:
-    """To three binary digits: sizes that programs like."""
-    unit = 2 ** max(count.bit_length() - 3, 0)
-    return count // unit * unit
+def figures(speed: DecodeSpeed, step: StepCost, machine: Machine) -> dict[str, Any]:
+    """A measurement beside its floor."""
+    return {
+        "step_seconds": speed.step_seconds,
+        "tokens_per_second": speed.tokens_per_second,
+        "spread": speed.spread,
+        "compile_seconds": speed.compile_seconds,
+        "batch": speed.batch,
+        "steps": speed.steps,
+        "state_bytes": speed.state_bytes,
+        **floor_figures(step, machine, speed.step_seconds),
+    }
 
 
-def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """Arguments, outputs that share no memory with them, and temporaries, as the compiler has planned them."""
-    memory = compiled.memory_analysis()
-    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
+def floor_figures(step: StepCost, machine: Machine, seconds: float | None) -> dict[str, Any]:
+    """Bytes and operations, the floor, and how much of its speed is reached."""
+    floor = step.floor(machine)
+    bytes_and_flops = {name: getattr(step, name) for name in step._fields}
+    return {**bytes_and_flops, "floor_seconds": floor, "fraction_of_floor": floor / seconds if seconds else None}
 
 
-def check_fits(compiled: jax.stages.Compiled, already: int) -> None:
-    """Refuses to run what the compiler has planned more memory for than is free; so many bytes are there already."""
-    free, needed = available_memory(), peak_bytes(compiled) - already
-    if free is not None and needed > SPARE * free:
-        raise DoesNotFit(f"it needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
+def compile_rows(results: Results, request: Request, machine: Machine, topology: str, axes: dict[str, int]) -> None:
+    """Every model at every length, by the TPU compiler; a program that serves several lengths is compiled once."""
+    mesh = make_mesh(ConfigDict(axes), devices_of(topology))
+    for name, config in request.rows.items():
+        shapes = model_of_shapes(config, request.dtype)
+        programs: dict[Any, dict[str, Any]] = {}  # by the shapes of their state
+
+        def compiled(length: int, key: Any, name=name, shapes=shapes, programs=programs) -> dict[str, Any]:
+            if key not in programs:
+                say(f"{name}, {length} tokens: compiling {shapes.config.layers} layers for {topology}")
+                programs[key] = compile_step(shapes, topology, mesh, batch=request.batch, length=length)
+            return programs[key]
+
+        for length in request.lengths:
+            line = {"what": "decode", "row": name, "length": length, **request.common, "mesh": axes}
+            results.find(line, functools.partial(estimate_at, shapes, request.batch, length, machine, compiled))
 
 
-def generation_of_shapes(model: LanguageModel, batch: int, length: int) -> Generation:
-    """A generation with room for `length` tokens as shapes; in translation, from sources as long as that."""
-    arrays, translates = arrays_of(model), bool(model.config.encoder_layers)
+def estimate_at(
+    shapes: LanguageModel, batch: int, length: int, machine: Machine, compiled: Callable[[int, Any], dict[str, Any]]
+) -> dict[str, Any]:
+    """What the compiler says of a step; where it does not fit, the size of the state alone."""
+    generation = generation_of_shapes(shapes, batch, length)
+    formula = state_bytes(shapes.config, batch, length, length if shapes.config.encoder_layers else 0)
+    counted = {"estimate": True, "state_bytes": attention_bytes(generation.state), "formula_bytes": formula}
+    try:
+        report = compiled(length, tuple(leaf.shape for leaf in jax.tree.leaves(generation)))
+    except DoesNotFit as error:
+        return {**counted, "does_not_fit": str(error).partition(". Divide")[0].removeprefix("it does not fit: ")}
+    if not report["fits"]:
+        needed, there = (report[name] / 2**30 for name in ("peak_bytes", "memory_bytes"))
+        return {**counted, "does_not_fit": f"it needs {needed:.1f} of {there:.0f} GiB"}
+    program, seconds = report["programs"]["decode"], report["step_seconds"]
+    return {
+        **counted,
+        "step_seconds": seconds,
+        "tokens_per_second": report["tokens_per_second"],
+        "compile_seconds": program["compile_seconds"],
+        "program_state_bytes": program["shared_bytes"],
+        "argument_bytes": program["argument_bytes"],
+        "temporary_bytes": program["temporary_bytes"],
+        "program_bytes": program["peak_bytes"],
+        **floor_figures(step_at(shapes, batch, length), machine, seconds),
+    }
 
-    def begin(arrays: dict[str, Any], sources: Any) -> Generation:
-        made = with_arrays(model, arrays)
-        state = made.init_state(batch, length, remember(made, sources) if translates else None)
-        key = jax.random.key_data(jax.random.key(0))
-        return Generation(state, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool), key)
 
-    return jax.eval_shape(begin, arrays, jax.ShapeDtypeStruct((batch, length), jnp.int32))
-
-
-def filled(shapes: Generation) -> Generation:
-    """Random numbers in the shapes of a generation, all slots of caches taken."""
-
-    def array(like: jax.ShapeDtypeStruct) -> jax.Array:
-        if like.dtype == bool:
-            return jnp.ones(like.shape, bool)
-        if jnp.issubdtype(like.dtype, jnp.floating):  # the same for all texts: large states leave no room to make them
-            return jnp.broadcast_to(normal(jax.random.key(0), like.shape[-2:], like.dtype), like.shape)
-        return jnp.zeros(like.shape, like.dtype)
-
-    generation = jax.tree.map(array, shapes)
-    return generation._replace(done=jnp.zeros(shapes.done.shape, bool))
+def summary_of(results: Results, request: Request, machine: Machine) -> dict[str, Any]:
+    """The figures that matter, by row and length, and where each row overtakes the transformer."""
+    summary = {
+        "tokens_per_second": by_row(results, "decode", "tokens_per_second"),
+        "fraction_of_floor": by_row(results, "decode", "fraction_of_floor"),
+        "prefill_tokens_per_second": by_row(results, "prefill", "tokens_per_second"),
+        "largest_batch": by_row(results, "largest batch", "batch"),
+        "largest_batch_tokens_per_second": by_row(results, "largest batch", "tokens_per_second"),
+        "peers_tokens_per_second": by_row(results, "peer", "tokens_per_second"),
+    }
+    return {name: value for name, value in summary.items() if value} | {
+        "crossover": _crossovers(results, request, machine)
+    }
 
 
-def rewound(generation: Generation, tokens: int) -> Generation:
-    """The same with so many tokens generated; what lies behind them in caches is written over."""
-    layers = tuple(
-        layer._replace(index=jnp.array(tokens, jnp.int32)) if isinstance(layer, KVCache) else layer
-        for layer in generation.state.layers
+def _crossovers(results: Results, request: Request, machine: Machine) -> dict[str, Any]:
+    seconds = by_row(results, "decode", "step_seconds")
+    if "transformer" not in request.rows:
+        return {}
+    shapes = {name: model_of_shapes(config, request.dtype) for name, config in request.rows.items()}
+    slow = shapes.pop("transformer")
+    return {
+        name: {
+            "predicted": predicted_crossover(slow, model, request.batch, machine),
+            "found": measured_crossover(seconds.get("transformer", {}), seconds.get(name, {})),
+        }
+        for name, model in shapes.items()
+    }
+
+
+def tables(results: Results, summary: dict[str, Any]) -> Iterator[str]:
+    """What was found, for people."""
+    estimate = any(line.get("estimate") for line in results.lines)
+    headers = ["row", "tokens", "texts", "µs a step", "tokens/s", "spread", "floor, µs", "of floor", "state, MiB"]
+    rows = [_table_row(line) for what in ("decode", "largest batch") for line in results.of(what)]
+    if rows:
+        note = "\n(the compiler's estimate; the floor by the maker's bandwidth)" if estimate else ""
+        yield table(headers, rows) + note
+    prefills = results.of("prefill")
+    if prefills:
+        rows = [(line["asked"]["row"], line["asked"]["length"], line["prefill"]["seconds"] * 1e3) for line in prefills]
+        yield table(["reading, apart", "tokens", "ms"], rows)
+    peers = results.of("peer")
+    if peers:
+        rows = [(line["asked"]["row"], line["asked"]["length"], line["tokens_per_second"]) for line in peers]
+        yield table(["other libraries", "tokens", "tokens/s"], rows)
+    found = summary["crossover"]
+    if found:
+        rows = [
+            (name, "never" if pair["predicted"] is None else pair["predicted"], pair["found"] or "")
+            for name, pair in found.items()
+        ]
+        yield table(["overtakes the transformer at", "predicted", "estimated" if estimate else "measured"], rows)
+
+
+def _table_row(line: dict[str, Any]) -> tuple:
+    seconds, floor, spread = line["step_seconds"], line.get("floor_seconds"), line.get("spread")
+    return (
+        line["asked"]["row"],
+        line["asked"]["length"],
+        line.get("batch") or line["asked"]["batch"],
+        seconds * 1e6 if seconds else "none given",
+        line["tokens_per_second"] or "",
+        "" if spread is None else f"{spread:.1%}",
+        floor * 1e6 if floor else "",
+        f"{floor / seconds:.0%}" if floor and seconds else "",
+        line["state_bytes"] / MIB,
     )
-    position = jnp.full_like(generation.state.position, tokens)
-    return generation._replace(state=generation.state._replace(layers=layers, position=position))
 
 
-def attention_bytes(state: DecodeState) -> int:
-    """All keys, values, S and z, counted one by one; of a source too. The state may be of shapes."""
-    return all_bytes([leaf for leaf in jax.tree.leaves((state.layers, state.source)) if leaf.ndim])
-
-
-def linear_state_bytes(layers: int, batch: int, heads: int, features: int, head_dim: int) -> int:
-    """The paper's formula: S is k × d and z is k for each head, in float32, whatever the length."""
-    return layers * batch * heads * features * (head_dim + 1) * 4
+def plot_speed(results: Results, request: Request, where: str) -> list[str]:
+    """The paper's Figure 2."""
+    speeds, spreads = by_row(results, "decode", "tokens_per_second"), by_row(results, "decode", "spread")
+    floors, curves = by_row(results, "decode", "floor_seconds"), []
+    for name, points in speeds.items():
+        bound = {length: request.batch / seconds for length, seconds in floors.get(name, {}).items()}
+        curves.append(Curve(name, label(name, request.rows[name]), points, spreads.get(name), bound))
+    for name, points in by_row(results, "peer", "tokens_per_second").items():
+        curves.append(Curve(name, name.replace("_", " "), points))
+    if not curves or results.figure() is None:
+        return []
+    unit = "tokens/s" + (", the compiler's estimate" if any(line.get("estimate") for line in results.lines) else "")
+    return save(length_plot(curves, title=f"Decoding speed, {request.title}\n{where}", unit=unit), results.figure())

@@ -1,6 +1,6 @@
-"""The least time a decoding step can take: what it must read and write, over what the memory can move.
+"""The least time a decoding step can take, and the operations of a model: the limits that speed is compared with.
 
-A step reads every weight of the decoder once, however many texts there are, and each text's state. Linear attention
+A step reads every weight of the decoder once, however large the batch is, and each sequence's state. Linear attention
 writes all of its state again, softmax attention one slot. Activations are small and not counted.
 """
 
@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t2r.benchmark.flops import peak
-from t2r.benchmark.rows import normal
-from t2r.benchmark.timing import timed_in_a_row
+from t2r.batch import Batch
+from t2r.benchmark.models import normal
+from t2r.benchmark.shared import timed_in_a_row
 from t2r.model.config import AttentionSpec, ModelConfig
 from t2r.model.parameters import arrays_of
 from t2r.model.transformer import LanguageModel
@@ -32,7 +32,7 @@ class Machine(NamedTuple):
     flops: float | None = None  # operations per second; None: nobody has said
 
 
-class Step(NamedTuple):
+class StepCost(NamedTuple):
     """What one step of a whole batch must do."""
 
     weight_bytes: int
@@ -55,7 +55,7 @@ class Step(NamedTuple):
 
 def step_of(
     model: LanguageModel, batch: int, tokens: float, source: float = 0, *, weights: dict[str, int] | None = None
-) -> Step:
+) -> StepCost:
     """A step with so many tokens in the state, and in the source of a translation. The model may be of shapes."""
     config = model.config
     weights = read_weights(model) if weights is None else weights
@@ -66,7 +66,7 @@ def step_of(
     seen = [layer_bytes(config, spec, batch, source) for spec in config.cross_attention]
     pairs = sum(_attention_products(config, spec, tokens, writes=True) for spec in config.attention)
     pairs += sum(_attention_products(config, spec, source, writes=False) for spec in config.cross_attention)
-    return Step(
+    return StepCost(
         weight_bytes=itemsize * sum(weights.values()),
         read_bytes=round(sum(own) + sum(seen)),
         written_bytes=round(sum(slots)),
@@ -174,3 +174,66 @@ def _read(x: jax.Array) -> jax.Array:
 @jax.jit
 def _copy(x: jax.Array) -> jax.Array:
     return x + 1
+
+
+# Dense bfloat16 operations per second of one device, as its maker states them, by a part of JAX's name for it. A
+# device of TPU v2 and v3 is one of a chip's two cores.
+PEAK = {
+    "H200": 989e12, "H100": 989e12, "A100": 312e12, "TPU v2": 22.5e12, "TPU v3": 61.5e12, "TPU v4": 275e12,
+    "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5p": 459e12, "TPU v5": 459e12, "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+}  # fmt: skip
+
+
+def peak(device: jax.Device) -> float | None:
+    """What a device can do at most; None if it is not in the table."""
+    return next((value for name, value in PEAK.items() if name in device.device_kind), None)
+
+
+def training_flops(config: ModelConfig, batch: Batch) -> float:
+    """Operations of one step's forward and backward pass (twice the forward) on a batch of this shape.
+
+    Products only, and those that the function needs: causal attention counts half of all pairs, φ its merged form
+    where there is one, an adaptive softmax the first band, which every token needs, and layer dropout the layers that
+    it leaves on average.
+    """
+    rows, targets = batch.tokens.shape[0], batch.tokens.shape[1] - 1
+    feedforward = (3 if config.gated else 2) * config.width * config.feedforward
+    total = 0.0
+    for spec in config.attention:
+        queries, keys = _projections(config, spec)
+        total += targets * (queries + keys + feedforward) + _attention(config, spec, targets, targets) / 2
+    if config.encoder_layers:
+        sources, plain = batch.source.shape[1], AttentionSpec()
+        for spec in config.cross_attention:
+            queries, keys = _projections(config, spec)
+            total += targets * queries + sources * keys + _attention(config, spec, targets, sources)
+        encoder = sources * (sum(_projections(config, plain)) + feedforward)
+        total += config.encoder_layers * (encoder + _attention(config, plain, sources, sources))
+    return 3 * 2 * rows * ((1 - config.layer_dropout) * total + targets * _output(config))
+
+
+def _projections(config: ModelConfig, spec: AttentionSpec) -> tuple[int, int]:
+    """Multiplications per token of queries and outputs, and of keys and values."""
+    narrow = config.head_dim
+    if _merges(config, spec):
+        narrow = min(narrow, spec.features)
+    return tuple(config.width * heads * (narrow + config.head_dim) for heads in (config.heads, config.kv_heads))
+
+
+def _merges(config: ModelConfig, spec: AttentionSpec) -> bool:
+    return spec.feature_map == "t2r" and config.positions != "rotary" and not config.query_norm
+
+
+def _attention(config: ModelConfig, spec: AttentionSpec, queries: int, keys: int) -> float:
+    """Multiplications of all queries over all keys, twice those of causal attention."""
+    size = config.heads * config.head_dim
+    if spec.kind == "softmax":
+        return 2 * queries * keys * size
+    maps = 0 if _merges(config, spec) or spec.feature_map == "elu" else spec.features * size
+    return 2 * (queries + keys) / 2 * (2 * spec.features * size + 2 * maps)
+
+
+def _output(config: ModelConfig) -> int:
+    words = config.adaptive_cutoffs[0] + len(config.adaptive_cutoffs) if config.adaptive_cutoffs else config.vocab_size
+    return config.width * words

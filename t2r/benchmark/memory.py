@@ -1,46 +1,70 @@
 """The attention state in bytes: by the formula, of the state itself, in the compiled program, and on the device."""
 
 import functools
+import math
 from typing import Any
 
 import jax
 from flax import nnx
 
-from t2r.benchmark.compare import MIB, by_row
-from t2r.benchmark.decode import (
-    Decoder,
-    attention_bytes,
-    check_fits,
-    filled,
-    generation_of_shapes,
-    is_out_of_memory,
-    peak_bytes,
-    rewound,
-)
-from t2r.benchmark.flags import Asked
+from t2r.benchmark.compile import describe_topology
+from t2r.benchmark.decode import compile_rows, machine_of
 from t2r.benchmark.floor import state_bytes
+from t2r.benchmark.models import Request, label, model_of_shapes, random_model
 from t2r.benchmark.plots import Curve, length_plot, save
-from t2r.benchmark.results import Results
-from t2r.benchmark.rows import label, model_of_shapes, random_model
+from t2r.benchmark.shared import (
+    MIB,
+    Output,
+    Results,
+    by_row,
+    check_fits,
+    finish,
+    is_out_of_memory,
+    open_results,
+    peak_bytes,
+    where,
+)
+from t2r.benchmark.steps import Decoder, attention_bytes, filled, generation_of_shapes, rewound
 from t2r.console import say, table
-from t2r.environment import all_bytes
+from t2r.environment import total_bytes
+from t2r.layout import AXES
 from t2r.model.parameters import arrays_of
 
 STEPS = 2  # a loop, as in decoding
 
 
-def measure_rows(results: Results, asked: Asked) -> None:
+def benchmark_memory(
+    request: Request, output: Output = Output(), *, topology: str | None = None, mesh: dict[str, int] | None = None
+) -> dict[str, Any]:
+    """The state of all rows at all lengths, counted, compiled and measured; or as a TPU's compiler lays it out."""
+    axes = dict.fromkeys(AXES, 1) | (mesh or {})
+    devices = math.prod(axes.values())
+    results = open_results("memory", output, describe_topology(topology) if topology else None)
+    if topology:
+        compile_rows(results, request, machine_of(results, topology, devices), topology, axes)
+    else:
+        measure_rows(results, request)
+    print(memory_table(results))
+    plots = plot_memory(results, request, where(results, devices))
+    summary = summary_of(results)
+    finish(results, output, {"identity": request.identity, **summary})
+    return {**summary, "left_out": len(results.left_out), "plots": plots}
+
+
+def measure_rows(results: Results, request: Request) -> None:
     """All models at all lengths, those that need least first: a device reports the highest peak so far."""
-    decoders = {name: Decoder(model_of_shapes(config, asked.dtype), plain=True) for name, config in asked.rows.items()}
+    decoders = {
+        name: Decoder(model_of_shapes(config, request.dtype), plain=True) for name, config in request.rows.items()
+    }
 
     def needs(pair: tuple[str, int]) -> int:
         model = decoders[pair[0]].model
-        return all_bytes(arrays_of(model)) + state_bytes(model.config, asked.batch, pair[1], pair[1])
+        return total_bytes(arrays_of(model)) + state_bytes(model.config, request.batch, pair[1], pair[1])
 
-    for name, length in sorted(((name, length) for name in decoders for length in asked.lengths), key=needs):
-        line = {"what": "decode", "row": name, "length": length, **asked.common}
+    for name, length in sorted(((name, length) for name in decoders for length in request.lengths), key=needs):
+        line = {"what": "decode", "row": name, "length": length, **request.common}
         say(f"{name}, {length} tokens")
-        results.find(line, functools.partial(measure_state, decoders[name], asked.batch, length))
+        results.find(line, functools.partial(measure_state, decoders[name], request.batch, length))
 
 
 def measure_state(decoder: Decoder, batch: int, length: int) -> dict[str, Any]:
@@ -99,7 +123,7 @@ def memory_table(results: Results) -> str:
     return table(["MiB", "tokens", *headers], rows)
 
 
-def plot_memory(results: Results, asked: Asked, where: str) -> list[str]:
+def plot_memory(results: Results, request: Request, where: str) -> list[str]:
     """The paper's Figure 3."""
     counted, laid_out = (
         {
@@ -111,8 +135,9 @@ def plot_memory(results: Results, asked: Asked, where: str) -> list[str]:
     if not counted or results.figure() is None:
         return []
     curves = [
-        Curve(name, label(name, asked.rows[name]), points, bound=laid_out.get(name)) for name, points in counted.items()
+        Curve(name, label(name, request.rows[name]), points, bound=laid_out.get(name))
+        for name, points in counted.items()
     ]
-    title = f"Attention state, {asked.title}\n{where}"
+    title = f"Attention state, {request.title}\n{where}"
     figure = length_plot(curves, title=title, unit="MiB", bound="as the compiled program lays it out")
     return save(figure, results.figure())

@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from t2r.benchmark.attention import BOTH, FORWARD, Shape
-from t2r.benchmark.flags import Asked
-from t2r.benchmark.results import Results
-from t2r.benchmark.timing import timed_in_a_row
+from t2r.benchmark.models import Request
+from t2r.benchmark.shared import Results, timed_in_a_row
 from t2r.model.config import ModelConfig
 
 # Rows of `benchmark decode`: which library, and how.
@@ -21,25 +19,27 @@ GENERATION = {
 }
 
 
-def measure_generation(results: Results, asked: Asked, lengths: list[int]) -> None:
+def measure_generation(results: Results, request: Request, lengths: list[int]) -> None:
     """Whole greedy generations by each library, from one token, or in translation from sources as long."""
-    config = next(iter(asked.rows.values()))
+    config = next(iter(request.rows.values()))
     for row, (library, cache) in GENERATION.items():
         if _absent(results, row, library):
             continue
         for length in lengths:
-            line = {"what": "peer", "row": row, "length": length, **asked.common}
-            _try(results, line, functools.partial(_generation, config, asked, length, library, cache))
+            line = {"what": "peer", "row": row, "length": length, **request.common}
+            _try(results, line, functools.partial(_generation, config, request, length, library, cache))
 
 
-def measure_attention(results: Results, shape: Shape, lengths: list[int], repeat_for: float) -> None:
+def measure_attention(
+    results: Results, shape: Any, lengths: list[int], ways: dict[str, bool], repeat_for: float
+) -> None:
     """flash-linear-attention's chunked kernel, normalised, without a feature map."""
     if _absent(results, "flash_linear_attention", "fla"):
         return
     for length in lengths:
-        for which in (FORWARD, BOTH):
-            line = {"what": which, "row": "flash_linear_attention", "length": length, **shape._asdict()}
-            _try(results, line, functools.partial(_attention, shape, length, which, repeat_for))
+        for way, backward in ways.items():
+            line = {"what": way, "row": "flash_linear_attention", "length": length, **shape._asdict()}
+            _try(results, line, functools.partial(_attention, shape, length, backward, repeat_for))
 
 
 def _absent(results: Results, row: str, library: str) -> bool:
@@ -58,14 +58,14 @@ def _try(results: Results, line: dict[str, Any], measure: Callable[[], dict[str,
         results.note(f"{line['row']} at {line['length']} tokens failed: {type(error).__name__}: {reason}")
 
 
-def _generation(config: ModelConfig, asked: Asked, length: int, library: str, cache: str) -> dict[str, Any]:
+def _generation(config: ModelConfig, request: Request, length: int, library: str, cache: str) -> dict[str, Any]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    wanted = getattr(torch, asked.dtype)
+    wanted = getattr(torch, request.dtype)
     with torch.device(device):
         model = (_linear_model if library == "fla" else _softmax_model)(config, length).to(wanted).eval()
-        tokens = torch.zeros((asked.batch, length if config.encoder_layers else 1), dtype=torch.long)
+        tokens = torch.zeros((request.batch, length if config.encoder_layers else 1), dtype=torch.long)
 
     def generate(count: int) -> None:
         options = dict(max_new_tokens=count, min_new_tokens=count, do_sample=False, num_beams=1, pad_token_id=0)
@@ -82,7 +82,7 @@ def _generation(config: ModelConfig, asked: Asked, length: int, library: str, ca
     generate(length)
     seconds = time.perf_counter() - began
     return {
-        "tokens_per_second": asked.batch * length / seconds,
+        "tokens_per_second": request.batch * length / seconds,
         "step_seconds": seconds / length,
         "first_seconds": first,
         "parameters": sum(weight.numel() for weight in model.parameters()),
@@ -105,7 +105,7 @@ def _softmax_model(config: ModelConfig, length: int):
     sides = {
         f"{side}_{name}": value
         for side, layers in (("encoder", config.encoder_layers), ("decoder", config.layers))
-        for name, value in dict(layers=layers, attention_heads=config.heads, ffn_dim=config.feedforward).items()
+        for name, value in dict(layers=layers, attention_shape=config.heads, ffn_dim=config.feedforward).items()
     }
     ends = dict(pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None)
     settings = transformers.MarianConfig(
@@ -128,21 +128,21 @@ def _linear_model(config: ModelConfig, length: int):
     return LinearAttentionForCausalLM(settings)
 
 
-def _attention(shape: Shape, length: int, which: str, repeat_for: float) -> dict[str, Any]:
+def _attention(shape: Any, length: int, backward: bool, repeat_for: float) -> dict[str, Any]:
     import torch
     from fla.ops.linear_attn import chunk_linear_attn
 
     def random(size: int) -> torch.Tensor:
         lead = shape.batch(length), length, shape.heads, size
         made = torch.randn(lead, device="cuda", dtype=getattr(torch, shape.dtype))
-        return made.relu().requires_grad_(which == BOTH)
+        return made.relu().requires_grad_(backward)
 
     q, k, v = random(shape.features), random(shape.features), random(shape.head_dim)
     gradient = torch.randn_like(v)
 
     def run(_: Any) -> None:
         out = chunk_linear_attn(q, k, v, normalize=True)[0]
-        if which == BOTH:
+        if backward:
             torch.autograd.grad(out, (q, k, v), gradient)
 
     def run_and_wait(given: Any) -> None:

@@ -4,10 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
 SOFTMAX, RNN, OTHER = "#0072b2", "#d55e00", "#777777"
@@ -31,9 +28,10 @@ class Curve(NamedTuple):
 
 def length_plot(
     curves: Sequence[Curve], *, title: str, unit: str, tokens: str = "generated tokens", bound: str = "the floor"
-) -> plt.Figure:
+) -> Figure:
     """One figure. Of curves that coincide all can be seen: the first lies on top, with the smallest marks."""
-    figure, axes = plt.subplots(figsize=(7.2, 4.6))
+    figure = Figure(figsize=(7.2, 4.6))
+    axes = figure.subplots()
     for place, curve in enumerate(curves):
         variant = next((ending for ending in VARIANTS if curve.row.endswith(ending)), "")
         color = COLORS.get(curve.row.removesuffix(variant), OTHER)
@@ -79,5 +77,4 @@ def save(figure, path: Path) -> list[str]:
     names = [f"{path}.{ending}" for ending in ("png", "svg")]
     for name in names:
         figure.savefig(name, dpi=150)
-    plt.close(figure)
     return names

@@ -1,21 +1,26 @@
 """Training speed: whole steps of a config's run, with random parameters and random words."""
 
+import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from t2r.benchmark.flops import peak, training_flops
+from t2r import environment
+from t2r.batch import Batch
+from t2r.benchmark.floor import peak, training_flops
+from t2r.benchmark.shared import is_out_of_memory
 from t2r.console import Progress
+from t2r.errors import InputError
 from t2r.layout import shardings
 from t2r.model.config import ModelConfig
-from t2r.model.loss import Batch
-from t2r.train.shapes import run_of_shapes
-from t2r.train.sharding import make_mesh, place
+from t2r.training.shapes import run_of_shapes
+from t2r.training.sharding import make_mesh, place
 
 
 class TrainSpeed(NamedTuple):
@@ -29,6 +34,24 @@ class TrainSpeed(NamedTuple):
     utilisation: float | None  # operations of the model's definition over what the devices can do
     peak_bytes: int | None  # of one device
     loss: float
+
+
+def benchmark_train(
+    config: ConfigDict, *, steps: int = 10, profile: str | None = None, output: Path | None = None
+) -> dict[str, Any]:
+    """Measures a config's training step; the result may be added to a file, as a line of JSON."""
+    try:
+        speed = measure(config, steps=steps, profile=profile)
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        fix = "Take fewer tokens at once (config.data, config.accumulate), or config.model.remat=True"
+        raise InputError(f"a step does not fit: {str(error).splitlines()[0]} {fix}") from error
+    result = {**speed._asdict(), "environment": environment.describe()}
+    if output is not None:
+        with output.open("a") as file:
+            file.write(json.dumps({**result, "config": config.to_dict()}) + "\n")
+    return result
 
 
 def measure(config: ConfigDict, *, steps: int = 10, rounds: int = 5, profile: str | None = None) -> TrainSpeed:
@@ -46,7 +69,7 @@ def measure(config: ConfigDict, *, steps: int = 10, rounds: int = 5, profile: st
 
     with Progress("rounds", 2 * (rounds + 1)) as progress:
         times, result = _time(train, steps, rounds, progress)
-        (_, *forward), _ = _time(lambda: step.forward(state, parts), steps, rounds, progress)
+        (_, *forward), _ = _time(lambda: step.forward_pass(state, parts), steps, rounds, progress)
     if profile:
         with jax.profiler.trace(profile):
             jax.block_until_ready(train())

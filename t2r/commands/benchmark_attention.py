@@ -1,6 +1,6 @@
 """Measure attention alone, forwards and backwards: T2R, its XLA form, and softmax by jax.nn.dot_product_attention.
 
-python -m t2r benchmark attention --output=DIR [--lengths=512,1024,...,32768] [--tokens=65536] [--heads=8 --head_dim=128
+t2r benchmark attention --output=DIR [--lengths=512,1024,...,32768] [--tokens=65536] [--heads=8 --head_dim=128
     --features=32] [--dtype=bfloat16] [--forms=t2r,chunked,softmax,t2r_dropout,softmax_dropout] [--peers]
 
 Sequences get fewer as they get longer, so that the tokens stay the same. φ(q) and φ(k) are given: what is timed starts
@@ -8,14 +8,13 @@ from them, as softmax attention from q and k. On GPU in bfloat16, t2r is the Pal
 attention.jsonl, attention.json, and plots of both ways together and of the forward pass.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 from absl import flags
 
-from t2r.benchmark import flags as shared
+from t2r.commands import _benchmark as shared
 
-_GIVEN = SimpleNamespace(**shared.define_run())
+_GIVEN = shared.define_output()
 _LENGTHS = flags.DEFINE_list("lengths", shared.LENGTHS, "Tokens of a sequence.")
 _TOKENS = flags.DEFINE_integer("tokens", 65_536, "Tokens of all sequences together.", lower_bound=1)
 _HEADS = flags.DEFINE_integer("heads", 8, "Heads.", lower_bound=1)
@@ -29,23 +28,14 @@ _PEERS = flags.DEFINE_bool("peers", False, "Measure flash-linear-attention too, 
 
 
 def main() -> dict[str, Any]:
-    from t2r.benchmark import attention, peers
-    from t2r.errors import raise_all
+    from t2r.benchmark.attention import AttentionSizes, benchmark_attention
 
-    forms = _FORMS.value or list(attention.FORMS)
-    known = ", ".join(attention.FORMS)
-    unknown = [name for name in forms if name not in attention.FORMS]
-    raise_all("--forms:", [f"unknown form {name!r}: choose among {known}" for name in unknown])
     sizes = (_TOKENS, _HEADS, _HEAD_DIM, _FEATURES, _DTYPE, _DROPOUT)
-    shape = attention.Shape(*(flag.value for flag in sizes))
-    lengths = shared.parse_lengths(_LENGTHS.value)
-    results = shared.open_results("attention", _GIVEN)
-    attention.measure_all(results, shape, lengths, forms, _SECONDS.value)
-    if _PEERS.value:
-        peers.measure_attention(results, shape, lengths, _SECONDS.value)
-    print(attention.attention_table(results))
-    plots = attention.plot(results, shape, shared.where(results))
-    shared.report(results, _GIVEN)
-    summary = attention.summary_of(results)
-    results.write({"shape": shape._asdict(), **summary})
-    return {**summary, "left_out": len(results.left_out), "plots": plots}
+    return benchmark_attention(
+        AttentionSizes(*(flag.value for flag in sizes)),
+        shared.parse_lengths(_LENGTHS.value),
+        _FORMS.value or (),
+        shared.output(_GIVEN),
+        repeat_for=_SECONDS.value,
+        with_peers=_PEERS.value,
+    )

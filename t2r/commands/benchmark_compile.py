@@ -1,7 +1,7 @@
 """Compile a config's step for a TPU nobody has booked: bytes per device, whether it fits, the compiler's time estimate.
 
-python -m t2r benchmark compile --config=configs/wikitext103.py:t2r --topology=v3:4x4 [--config.mesh.fsdp=8 ...]
-python -m t2r benchmark compile --config=configs/wikitext103.py:t2r --topology=v2:2x2 --decode [--batch=16 --length=512]
+t2r benchmark compile --config=configs/wikitext103.py:t2r --topology=v3:4x4 [--config.mesh.fsdp=8 ...]
+t2r benchmark compile --config=configs/wikitext103.py:t2r --topology=v2:2x2 --decode [--batch=16 --length=512]
 
 The compiler comes with pip install 'jax[tpu]' on Linux for x86_64; no TPU is needed. Nothing here is measured: times
 are the compiler's own estimates, which count products and memory traffic and know nothing of the network between hosts.
@@ -9,7 +9,6 @@ It counts a loop's body once, so there is no estimate with config.model.scan_lay
 products take at the peak that the maker states.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +24,12 @@ _OUTPUT = flags.DEFINE_string("output", None, "File for the report, as JSON.")
 
 
 def main() -> dict[str, Any]:
-    from t2r import environment
-    from t2r.benchmark.topology import compile_decoding, compile_training, compiler, without_devices
+    from t2r.benchmark.compile import benchmark_compile
     from t2r.console import table
-    from t2r.train.config import check
 
-    without_devices()
-    config = _CONFIG.value
-    check(config)
-    if _DECODE.value:
-        report = compile_decoding(config, _TOPOLOGY.value, batch=_BATCH.value, length=_LENGTH.value)
-    else:
-        report = compile_training(config, _TOPOLOGY.value)
-    print(table(["", "compiled, not measured"], [(k, v) for k, v in report.items() if k not in ("programs", "mesh")]))
-    result = {**report, "estimate": True, "compiler": compiler(), "environment": environment.describe()}
-    if _OUTPUT.value:
-        path = Path(_OUTPUT.value)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**result, "config": config.to_dict()}, indent=1) + "\n")
+    output = Path(_OUTPUT.value) if _OUTPUT.value else None
+    sizes = dict(batch=_BATCH.value, length=_LENGTH.value)
+    result = benchmark_compile(_CONFIG.value, _TOPOLOGY.value, decode=_DECODE.value, output=output, **sizes)
+    hidden = ("programs", "mesh", "estimate", "compiler", "environment")
+    print(table(["", "compiled, not measured"], [(k, v) for k, v in result.items() if k not in hidden]))
     return result

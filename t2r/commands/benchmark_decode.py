@@ -1,11 +1,11 @@
 """Measure decoding: tokens per second against generated length, beside the least time that memory allows.
 
-python -m t2r benchmark decode --preset=paper_lm --output=DIR [--field=vocab_size=32768 --field=adaptive_cutoffs=()]
+t2r benchmark decode --preset=paper_lm --output=DIR [--field=vocab_size=32768 --field=adaptive_cutoffs=()]
     [--rows=transformer,t2r,t2r_unmerged,t2r_75,elu,rfa] [--lengths=512,1024,...,32768] [--batch=16] [--dtype=bfloat16]
     [--largest_batch] [--whole] [--prompt=N] [--peers] [--budget_seconds=N] [--again] [--device_report]
-python -m t2r benchmark decode --preset=paper_mt ...         (sources as long as what is generated; encoding apart)
-python -m t2r benchmark decode --model=DIRECTORY ...         (its architecture; --rows=model for it as it is)
-python -m t2r benchmark decode --preset=paper_mt --topology=v2:2x2 ...    (the TPU compiler's estimate; nothing is run)
+t2r benchmark decode --preset=paper_mt ...         (sources as long as what is generated; encoding apart)
+t2r benchmark decode --model=DIRECTORY ...         (its architecture; --rows=model for it as it is)
+t2r benchmark decode --preset=paper_mt --topology=v2:2x2 ...    (the TPU compiler's estimate; nothing is run)
 
 On a GPU, transformers and T2R decode by few kernels for each layer, up to 64 texts in bfloat16, and the paper's T2R
 language models by one for all layers, up to 16; rows transformer_plain and t2r_plain are without them.
@@ -15,14 +15,14 @@ are timed, or with --whole all. The floor is the bytes of weights and state that
 memory bandwidth that this run has measured. DIR gets decode.jsonl, line by line, decode.json, decode.png, decode.svg.
 """
 
-import math
+import os
 from typing import Any
 
 from absl import flags
 
-from t2r.benchmark import flags as shared
+from t2r.commands import _benchmark as shared
 
-_GIVEN = shared.define()
+_MODELS, _TOPOLOGY, _OUTPUT = shared.define_models(), shared.define_topology(), shared.define_output()
 _STEPS = flags.DEFINE_integer("steps", 256, "Steps in each repetition.", lower_bound=1)
 _WHOLE = flags.DEFINE_bool("whole", False, "Time whole generations, from the first token.")
 _PROMPT = flags.DEFINE_integer("prompt", 0, "Of language models: also time reading prompts of so many tokens.")
@@ -34,40 +34,15 @@ _PEER_LENGTHS = flags.DEFINE_list("peer_lengths", None, "Lengths for them; defau
 
 
 def main() -> dict[str, Any]:
-    import os
-
     if _LARGEST.value and not _PEERS.value:  # else JAX takes three quarters of a GPU's memory
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
-    from t2r.benchmark import compare, peers
+    from t2r.benchmark.decode import DecodeOptions, benchmark_decode
 
-    asked, topology, mesh = shared.read(_GIVEN), _GIVEN.topology.value, shared.parse_mesh(_GIVEN.mesh.value)
-    devices = math.prod(mesh.values())
-    results = shared.open_results("decode", _GIVEN, topology)
-    machine = compare.machine_of(results, topology, devices)
-    if topology:
-        compare.compile_rows(results, asked, machine, topology, mesh)
-    else:
-        for name in asked.rows:
-            compare.measure_row(results, asked, name, machine, _how(asked.lengths))
-        if _PEERS.value:
-            lengths = shared.parse_lengths(_PEER_LENGTHS.value or [str(asked.lengths[0])])
-            peers.measure_generation(results, asked, lengths)
-    summary = compare.summary_of(results, asked, machine)
-    for table in compare.tables(results, summary):
-        print(table + "\n")
-    method = "one compiled step" if topology else _how(asked.lengths).method
-    print(f"timed: {method}")
-    plots = compare.plot_speed(results, asked, shared.where(results, devices))
-    shared.report(results, _GIVEN)
-    results.write({"identity": asked.identity, "method": method, "bandwidth": machine.bandwidth, **summary})
-    return {**summary, "bandwidth": machine.bandwidth, "left_out": len(results.left_out), "plots": plots}
-
-
-def _how(lengths: list[int]):
-    from t2r.benchmark.compare import How
-
-    at = []
-    if _LARGEST.value:
-        at = shared.parse_lengths(_LARGEST_AT.value or [str(4096 if 4096 in lengths else lengths[-1])])
-    return How(_STEPS.value, _WHOLE.value, _SECONDS.value, _PROMPT.value, tuple(at))
+    request = shared.request(_MODELS)
+    peers = shared.parse_lengths(_PEER_LENGTHS.value or [str(request.lengths[0])]) if _PEERS.value else ()
+    longest = [str(4096 if 4096 in request.lengths else request.lengths[-1])]
+    largest = shared.parse_lengths(_LARGEST_AT.value or longest) if _LARGEST.value else ()
+    options = DecodeOptions(_STEPS.value, _WHOLE.value, _SECONDS.value, _PROMPT.value, tuple(largest))
+    where = shared.topology(_TOPOLOGY)
+    return benchmark_decode(request, options, shared.output(_OUTPUT), peer_lengths=peers, **where)

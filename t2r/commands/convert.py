@@ -1,13 +1,12 @@
 """Convert a model: put linear attention in place of softmax, or merge φ into the projections for inference.
 
-python -m t2r convert --model=MODEL --output=MODEL [--feature_map=t2r] [--features=32] [--keep=none|every_4th|0,4,8]
-python -m t2r convert --model=MODEL --output=MODEL --features=4 --cross_features=32     (a translation model)
-python -m t2r convert --model=MODEL --output=MODEL --merge
+t2r convert --model=MODEL --output=MODEL [--feature_map=t2r] [--features=32] [--keep=none|every_4th|0,4,8]
+t2r convert --model=MODEL --output=MODEL --features=4 --cross_features=32     (a translation model)
+t2r convert --model=MODEL --output=MODEL --merge
 
-After the swap a model must be finetuned: see `python -m t2r train --help` and config.init_from.
+After the swap a model must be finetuned: see `t2r train --help` and config.init_from.
 """
 
-from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -25,39 +24,28 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the new feature maps.")
 
 def main() -> dict[str, Any]:
     from t2r.console import table
-    from t2r.convert import model_dir
-    from t2r.convert.merge import merge
-    from t2r.convert.swap import swap
-    from t2r.errors import InputError
-    from t2r.model.parameters import arrays_of, count
+    from t2r.conversion.directory import convert_directory
+    from t2r.model.parameters import arrays_of, parameter_count
 
-    output = Path(_OUTPUT.value)
-    if output.exists():
-        raise InputError(f"--output={output} exists already: choose another or remove it")
-    model, tokenizer, provenance = model_dir.load(_MODEL.value)
-    if _MERGE.value:
-        converted, entry = merge(model), {"action": "merge"}
-    else:
-        plan = dict(
-            feature_map=_FEATURE_MAP.value,
-            features=_FEATURES.value,
-            cross_features=_CROSS_FEATURES.value,
-            attention=_ATTENTION.value,
-            keep=_KEEP.value,
-            seed=_SEED.value,
-        )
-        converted, entry = swap(model, **plan), {"action": "swap", **plan}
-    history = [*provenance["history"], {**entry, "source": _MODEL.value}]
-    model_dir.save(output, model_dir.Model(converted, tokenizer, {"history": history}))
-    config = converted.config
+    plan = dict(
+        feature_map=_FEATURE_MAP.value,
+        features=_FEATURES.value,
+        cross_features=_CROSS_FEATURES.value,
+        attention=_ATTENTION.value,
+        keep=_KEEP.value,
+        seed=_SEED.value,
+    )
+    plan = {} if _MERGE.value else plan
+    model = convert_directory(_MODEL.value, _OUTPUT.value, merge=_MERGE.value, **plan).model
+    config = model.config
     rows = [(f"{layer}", *_columns(spec)) for layer, spec in enumerate(config.attention)]
     rows += [(f"{layer} cross", *_columns(spec)) for layer, spec in enumerate(config.cross_attention)]
     print(table(["layer", "attention", "feature map", "features"], rows))
     specs = list(zip(config.attention, config.cross_attention or config.attention))
     linear = [layer for layer, both in enumerate(specs) if all(spec.kind != "softmax" for spec in both)]
     return {
-        "model": str(output),
-        "parameters": count(arrays_of(converted)),
+        "model": _OUTPUT.value,
+        "parameters": parameter_count(arrays_of(model)),
         "softmax_layers": [layer for layer in range(config.layers) if layer not in linear],
         "linear_layers": linear,
     }

@@ -1,13 +1,12 @@
 """Export a model to run without this package: safetensors, the decoding step as StableHLO, a page, an example.
 
-python -m t2r export --model=MODEL --output=DIR [--dtype=bfloat16] [--batch=N]
-python -m t2r export --model=MODEL --output=DIR --capacity=1024     (softmax layers: their state has a length)
+t2r export --model=MODEL --output=DIR [--dtype=bfloat16] [--batch=N]
+t2r export --model=MODEL --output=DIR --capacity=1024     (softmax layers: their state has a length)
 python DIR/example.py "Once upon a time" 50                         (needs jax and safetensors, and not t2r)
 
 DIR/README.md documents every array and what the step computes; one file serves CPU, CUDA and TPU.
 """
 
-from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -25,26 +24,9 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of
 
 def main() -> dict[str, Any]:
     from t2r.console import table
-    from t2r.convert import model_dir
-    from t2r.export import directory
-    from t2r.export.functions import Sizes
-    from t2r.model.parameters import arrays_of, count
+    from t2r.export.directory import export_model
 
-    output = Path(_OUTPUT.value)
-    directory.check_free(output)
-    model, tokenizer, provenance = model_dir.load(_MODEL.value, dtype=_DTYPE.value)
-    sizes = Sizes(_BATCH.value, _CAPACITY.value)
-    entry = {"action": "export", "source": _MODEL.value, "dtype": _DTYPE.value, **sizes._asdict()}
-    content = model_dir.Model(model, tokenizer, {"history": [*provenance["history"], entry]})
-    about = directory.save(output, content, sizes)
-    files = {str(file.relative_to(output)): file.stat().st_size for file in sorted(output.rglob("*")) if file.is_file()}
-    print(table(["file", "bytes"], files.items()))
-    texts = sizes.batch or 1
-    return {
-        "output": str(output),
-        "files": files,
-        "parameters": count(arrays_of(model)),
-        "state_bytes": directory.state_bytes(about, b=texts, m=0),  # a source's caches, if any, come on top
-        "platforms": about["platforms"],
-        "longest": about["longest"],
-    }
+    sizes = dict(batch=_BATCH.value, capacity=_CAPACITY.value)
+    result = export_model(_MODEL.value, _OUTPUT.value, dtype=_DTYPE.value, **sizes)
+    print(table(["file", "bytes"], result["files"].items()))
+    return result

@@ -1,16 +1,13 @@
 """Generate text from a prompt, streamed to the terminal as it comes.
 
-python -m t2r generate --model=MODEL --prompt=TEXT --length=N [--temperature=0.8 --top_k=40 --top_p=0.95 --seed=0]
-python -m t2r generate --model=MODEL --prompt=TEXT --length=N --save_state=FILE     (keeps the state for later)
-python -m t2r generate --model=MODEL --load_state=FILE --length=N [--prompt=MORE]   (goes on from it)
+t2r generate --model=MODEL --prompt=TEXT --length=N [--temperature=0.8 --top_k=40 --top_p=0.95 --seed=0]
+t2r generate --model=MODEL --prompt=TEXT --length=N --save_state=FILE     (keeps the state for later)
+t2r generate --model=MODEL --load_state=FILE --length=N [--prompt=MORE]   (goes on from it)
 
 Give --prompt several times for several texts at once.
 """
 
 import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -32,79 +29,49 @@ _KERNELS = flags.DEFINE_enum(
 
 def main() -> dict[str, Any]:
     from t2r.console import say
-    from t2r.convert import model_dir
-    from t2r.data.tokenizer import opened, stops_of
-    from t2r.decode.generate import go_on, read, start, until
     from t2r.decode.sampling import Sampling
-    from t2r.decode.state_file import load_generation, save_generation
-    from t2r.errors import InputError
+    from t2r.decode.text import generate_text
+    from t2r.store import model_dir
 
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
-    model, tokenizer, _ = model_dir.load(_MODEL.value, dtype=_DTYPE.value, kernels=_KERNELS.value)
-    encoded = [tokenizer.encode(prompt) for prompt in _PROMPT.value]
-    if _LOAD.value:
-        generation = load_generation(Path(_LOAD.value), model)
-        batch = len(generation.done)
-        if len(encoded) not in (0, batch):
-            raise InputError(
-                f"{_LOAD.value} holds {batch} texts, there are {len(encoded)} prompts: give {batch} or none"
-            )
-        generation = read(model, generation, encoded) if encoded else generation
-    else:
-        generation = start(model, [opened(tokenizer, ids) for ids in encoded or [[]]], _LENGTH.value, seed=_SEED.value)
-
-    streaming = len(generation.done) == 1
-    ends = stops_of(tokenizer)
-    begin = _PROMPT.value[0] if _PROMPT.value else ""
-    printer = Stream(tokenizer, begin, lambda ids: until(ids, ends)) if streaming else None
-    began = time.perf_counter()
-    generation, rows = go_on(
-        model,
-        generation,
+    loaded = model_dir.load(_MODEL.value, dtype=_DTYPE.value, kernels=_KERNELS.value)
+    printer = Printer(_PROMPT.value, loaded.tokenizer.separator)
+    result = generate_text(
+        loaded,
+        _PROMPT.value,
         _LENGTH.value,
-        end=ends,
         sampling=sampling,
-        on_tokens=printer,
-        segment=8 if streaming else 64,
+        seed=_SEED.value,
+        load_state=_LOAD.value,
+        save_state=_SAVE.value,
+        on_text=printer,
     )
-    seconds = time.perf_counter() - began
-    texts = [tokenizer.decode(row) for row in rows]
-    if printer is not None:
-        printer.close()
-    else:
-        prompts = _PROMPT.value or [""] * len(texts)
-        print(
-            "\n\n".join(f"[{i}] {prompt}{tokenizer.glue}{text}" for i, (prompt, text) in enumerate(zip(prompts, texts)))
-        )
+    printer.finish(result.texts)
     if _SAVE.value:
-        save_generation(Path(_SAVE.value), generation)
         say(f"state kept in {_SAVE.value}")
-    made = sum(map(len, rows))
     return {
-        "text": texts[0] if len(texts) == 1 else texts,
-        "tokens": made,
-        "tokens_per_second": round(made / seconds, 1),
-        "seconds": round(seconds, 2),
+        "text": result.texts[0] if len(result.texts) == 1 else result.texts,
+        "tokens": result.tokens,
+        "tokens_per_second": round(result.tokens / result.seconds, 1),
+        "seconds": round(result.seconds, 2),
     }
 
 
-class Stream:
-    """Prints a text as its tokens come; holds back a character that is not yet complete."""
+class Printer:
+    """Prints one text as it comes, after its prompt; several when they are there, each with its prompt."""
 
-    def __init__(self, tokenizer, prompt: str, cut: Callable[[list[int]], list[int]]):
-        self._tokenizer, self._ids, self._shown, self._cut = tokenizer, [], 0, cut
-        sys.stdout.write(prompt + tokenizer.glue if prompt else "")
+    def __init__(self, prompts: list[str], separator: str):
+        self._prompts, self._glue, self._begun = prompts, separator, False
+
+    def __call__(self, text: str) -> None:
+        if not self._begun:
+            self._begun = True
+            text = (self._prompts[0] + self._glue if self._prompts else "") + text
+        sys.stdout.write(text)
         sys.stdout.flush()
 
-    def __call__(self, tokens) -> None:
-        self._ids = self._cut([*self._ids, *(int(token) for token in tokens[0])])
-        self._show(self._tokenizer.decode(self._ids).rstrip("\ufffd"))
-
-    def _show(self, text: str) -> None:
-        sys.stdout.write(text[self._shown :])
-        sys.stdout.flush()
-        self._shown = max(self._shown, len(text))
-
-    def close(self) -> None:
-        self._show(self._tokenizer.decode(self._ids))
-        sys.stdout.write("\n")
+    def finish(self, texts: list[str]) -> None:
+        if self._begun:
+            return print()
+        prompts = self._prompts or [""] * len(texts)
+        print("\n\n".join(f"[{i}] {p}{self._glue}{text}" for i, (p, text) in enumerate(zip(prompts, texts))))

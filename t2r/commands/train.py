@@ -1,6 +1,6 @@
 """Train or finetune a model from a config; start again with the same command to continue.
 
-python -m t2r train --config=configs/NAME.py[:VARIANT] --workdir=DIR [--config.FIELD=VALUE ...]
+t2r train --config=configs/NAME.py[:VARIANT] --workdir=DIR [--config.FIELD=VALUE ...]
 
 The work directory gets the resolved config, metrics.jsonl, TensorBoard scalars, checkpoints, and at the end model/,
 a model directory for all other commands.
@@ -27,10 +27,10 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; made if i
 def main() -> dict[str, Any]:
     from t2r import processes
     from t2r.console import table
-    from t2r.train.trainer import train
+    from t2r.training.trainer import train
 
     processes.join(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
-    with processes.ending_together():
+    with processes.exit_together():
         result = train(_CONFIG.value, Path(_WORKDIR.value))
     print(table(["result", ""], result.items()))
     return result

@@ -1,19 +1,14 @@
 """Translate lines: one line out for each line in, in their order.
 
-python -m t2r translate --model=MODEL --input=FILE --output=FILE [--beam=5 --length_penalty=0.6]
-echo "forty-two" | python -m t2r translate --model=MODEL
+t2r translate --model=MODEL --input=FILE --output=FILE [--beam=5 --length_penalty=0.6]
+echo "forty-two" | t2r translate --model=MODEL
 
 Without --input lines come from standard input, without --output they go to standard output, and the line of JSON that
 ends every command to standard error. Empty lines stay empty. With --n_best or --scores a line is the number of its
 source line, the score (log-probability over length^penalty) and the text, with tabs between.
 """
 
-import contextlib
-import os
 import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -35,9 +30,6 @@ _MAX_SOURCE = flags.DEFINE_integer("max_source", 1024, "Most tokens of a line.",
 _OVERLONG = flags.DEFINE_enum("overlong", "error", ["error", "truncate"], "What to do with longer lines.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
 
-# Batches translated before their lines are written: enough to sort by length, soon enough to be followed.
-BATCHES_AT_ONCE = 64
-
 
 def report_stream():
     """Where the line of JSON goes: beside the translations it would be one more of them."""
@@ -45,19 +37,14 @@ def report_stream():
 
 
 def main() -> dict[str, Any]:
-    from t2r.console import Progress, table
-    from t2r.convert import model_dir
+    from t2r.console import table
     from t2r.decode.beam import Beam
     from t2r.decode.sampling import Sampling
-    from t2r.decode.translator import Options, translate_lines
-    from t2r.errors import InputError
+    from t2r.decode.translator import TranslateOptions, translate_file
+    from t2r.store import model_dir
 
-    if _N_BEST.value > _BEAM.value:
-        raise InputError(f"--n_best={_N_BEST.value} is more than --beam={_BEAM.value}: raise the beam")
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value) if _TEMPERATURE.value else None
-    if sampling and (_N_BEST.value > 1 or _SCORES.value):
-        raise InputError("--n_best and --scores belong to a search: leave out --temperature")
-    options = Options(
+    options = TranslateOptions(
         beam=Beam(_BEAM.value, _PENALTY.value, _EARLY.value),
         sampling=sampling,
         seed=_SEED.value,
@@ -65,69 +52,7 @@ def main() -> dict[str, Any]:
         max_source=_MAX_SOURCE.value,
         truncate=_OVERLONG.value == "truncate",
     )
-    content = model_dir.load(_MODEL.value, dtype=_DTYPE.value)
-    lines = read_lines(_INPUT.value)
-    began = time.perf_counter()
-    at_once = _BATCH.value * BATCHES_AT_ONCE
-    with writer(_OUTPUT.value) as write, Progress("translate", len(lines)) as progress:
-        for first in range(0, len(lines), at_once):
-            found = translate_lines(
-                content,
-                lines[first : first + at_once],
-                options,
-                first_line=first + 1,
-                warn=progress.say,
-                on_batch=progress.advance,
-            )
-            for number, translations in enumerate(found, first + 1):
-                for text, score in translations[: _N_BEST.value]:
-                    numbered = _SCORES.value or _N_BEST.value > 1
-                    write(f"{number}\t{score:.4f}\t{text}\n" if numbered else text + "\n")
-    seconds = time.perf_counter() - began
-    result = {
-        "sentences": len(lines),
-        "empty": sum(not line.strip() for line in lines),
-        "seconds": round(seconds, 2),
-        "sentences_per_second": round(len(lines) / seconds, 1),
-        "output": _OUTPUT.value,
-    }
+    loaded = model_dir.load(_MODEL.value, dtype=_DTYPE.value)
+    result = translate_file(loaded, _INPUT.value, _OUTPUT.value, options, n_best=_N_BEST.value, scores=_SCORES.value)
     print(table(["translated", ""], result.items()), file=report_stream())
     return result
-
-
-def read_lines(path: str | None) -> list[str]:
-    """The lines of a file or of standard input. Only line feeds end them: one line in must stay one line out."""
-    from t2r.data.sources import read_text
-    from t2r.errors import InputError
-
-    if path:
-        text = read_text(Path(path))
-    else:
-        try:
-            text = sys.stdin.buffer.read().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"standard input is not UTF-8 text: byte {error.start}") from None
-    if not text:
-        raise InputError("standard input is empty: give lines to translate, or --input=FILE")
-    return [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
-
-
-@contextlib.contextmanager
-def writer(path: str | None) -> Iterator[Any]:
-    """A function that writes text to a file, which appears when all is written, or to standard output at once."""
-    if not path:
-        yield lambda text: print(text, end="", flush=True)
-        return
-    from t2r.errors import InputError
-
-    unfinished = Path(f"{path}.{os.getpid()}.unfinished")
-    try:
-        file = unfinished.open("w", encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
-    try:
-        with file:
-            yield file.write
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import grain
 import numpy as np
 
+from t2r.batch import Batch, pad_rows
 from t2r.errors import InputError
-from t2r.model.loss import Batch, pad_rows
 
 
-class Part(NamedTuple):
+class LazyBatch(NamedTuple):
     """A batch that is not read yet: which examples are its rows (-1: a row of padding), and how to read some of them.
 
     All processes of a run go through the same parts, so that one saved place is the place of all; each reads the rows
@@ -81,5 +81,5 @@ def training_batches(rows: Blocks | Documents, *, batch: int, seed: int, parts: 
     # No prefetch threads: these are numbers only, and the state stays a plain count.
     in_order = numbers.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     return iter(
-        in_order.batch(batch // parts).batch(parts, batch_fn=lambda found: [Part(rows, read) for rows in found])
+        in_order.batch(batch // parts).batch(parts, batch_fn=lambda found: [LazyBatch(rows, read) for rows in found])
     )

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import grain
 import numpy as np
 
-from t2r.data.batches import Part
+from t2r.batch import Batch, pad_rows
+from t2r.data.batches import LazyBatch
 from t2r.errors import InputError
-from t2r.model.loss import Batch, pad_rows
 
 
 class Encoded(NamedTuple):
@@ -116,12 +116,12 @@ class Buckets:
             batches += [(bucket, order[first : first + rows]) for first in range(0, len(order), rows)]
         return [batches[i] for i in chance.permutation(len(batches))]
 
-    def batch(self, index: int) -> Part:
+    def batch(self, index: int) -> LazyBatch:
         """Batch `index`, counted over all epochs; missing pairs of a last one are rows of padding."""
         epoch, place = divmod(index, len(self))
         bucket, chosen = self.epoch(epoch)[place]
         rows = np.pad(chosen, (0, self.rows[bucket] - len(chosen)), constant_values=-1)
-        return Part(rows, functools.partial(self._read, self.bounds[bucket]))
+        return LazyBatch(rows, functools.partial(self._read, self.bounds[bucket]))
 
     def _read(self, width: int, rows: np.ndarray) -> Batch:
         pairs = [Encoded([], []) if number < 0 else self._pairs[number] for number in rows]

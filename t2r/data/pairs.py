@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from t2r.data.sources import SPLITS, parts_of, read_text
+from t2r.data.sources import SPLITS, read_text, split_spec
 from t2r.errors import InputError
 
 Pair = tuple[str, str]
@@ -21,8 +21,8 @@ USAGE = (
 
 def is_pairs(spec: str) -> bool:
     """Whether a data spec names sentence pairs, and not text."""
-    if len(parts_of(spec)) > 1:
-        return any(is_pairs(part) for part in parts_of(spec))
+    if len(split_spec(spec)) > 1:
+        return any(is_pairs(part) for part in split_spec(spec))
     kind, _, name = spec.partition(":")
     return kind in ("pairs", "tsv") or spec == "builtin:numbers-en-de" or (kind == "tfds" and "," in name)
 
@@ -32,8 +32,8 @@ def load_pairs(spec: str, split: str) -> Sequence[Pair]:
     out; prepared data sets are read pair by pair, as they are."""
     if split not in (*SPLITS, "all"):
         raise InputError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}, all")
-    if len(parts_of(spec)) > 1:
-        return [pair for part in parts_of(spec) for pair in load_pairs(part, split)]
+    if len(split_spec(spec)) > 1:
+        return [pair for part in split_spec(spec) for pair in load_pairs(part, split)]
     kind, _, name = spec.partition(":")
     if kind == "tfds" and name.count(",") == 2:
         from t2r.data.tfds_source import open_split

@@ -15,25 +15,25 @@ from t2r import processes
 from t2r.console import Progress
 from t2r.data.buckets import EncodedPairs
 from t2r.data.pairs import load_pairs
-from t2r.data.sources import load_documents, parts_of
+from t2r.data.sources import load_documents, split_spec
 from t2r.data.tokenizer import Tokenizer, TokenizerPair, load_tokenizer, train_tokenizer
-from t2r.files import written_whole
+from t2r.files import atomic_directory
 
 # Pairs that a tokenizer is learned from, at most: evenly spaced among all.
 TOKENIZER_PAIRS = 2_000_000
 
 
-def once(workdir: Path, name: str, request: str, fill: Callable[[Path], None]) -> Path:
+def cached_directory(workdir: Path, name: str, request: str, fill: Callable[[Path], None]) -> Path:
     """The folder `fill` has filled for a request, by now or before; of several processes the first does it."""
     folder = workdir / f"{name}-{zlib.crc32(request.encode()):08x}"
-    processes.first_does(lambda: fill_once(folder, fill))
+    processes.on_first_process(lambda: fill_if_absent(folder, fill))
     return folder
 
 
-def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
+def fill_if_absent(folder: Path, fill: Callable[[Path], None]) -> None:
     """Fills a folder, unless it is there: whole or not at all."""
     if not folder.exists():
-        with written_whole(folder) as unfinished:
+        with atomic_directory(folder) as unfinished:
             fill(unfinished)
 
 
@@ -43,7 +43,7 @@ def prepare_tokenizer(workdir: Path, spec: str, split: str, kind: str, vocab_siz
     def learn(folder: Path) -> None:
         train_tokenizer(kind, "\n".join(load_documents(spec, split)), vocab_size).save(folder)
 
-    return load_tokenizer(once(workdir, "tokenizer", f"{spec} {split} {kind} {vocab_size}", learn))
+    return load_tokenizer(cached_directory(workdir, "tokenizer", f"{spec} {split} {kind} {vocab_size}", learn))
 
 
 def prepare_tokenizers(
@@ -59,7 +59,7 @@ def prepare_tokenizers(
             text = "\n".join(pairs[place][which] for place in chosen for which in sides)
             train_tokenizer(kind, text, size, sentences=True).save(folder)
 
-        return load_tokenizer(once(workdir, "tokenizer", f"{spec} {split} {kind} {size} {side}", learn))
+        return load_tokenizer(cached_directory(workdir, "tokenizer", f"{spec} {split} {kind} {size} {side}", learn))
 
     if joint:
         both = learned("joint", vocab_size)
@@ -78,7 +78,7 @@ def prepare_tokens(workdir: Path, spec: str, split: str, tokenizer: Tokenizer) -
     def fill(folder: Path) -> None:
         write_ids(folder / "tokens", ([tokenizer.encode_document(text)] for text in load_documents(spec, split)))
 
-    return read_ids(once(workdir, "tokens", _request(spec, split, tokenizer), fill) / "tokens")
+    return read_ids(cached_directory(workdir, "tokens", _request(spec, split, tokenizer), fill) / "tokens")
 
 
 def prepare_pairs(workdir: Path, spec: str, split: str, tokenizer: TokenizerPair) -> EncodedPairs:
@@ -89,7 +89,9 @@ def prepare_pairs(workdir: Path, spec: str, split: str, tokenizer: TokenizerPair
         with Progress(f"tokenize {split}", len(pairs)) as progress:
             write_ids(folder / "pairs", (_encode(tokenizer, pair, progress) for pair in pairs))
 
-    return EncodedPairs(*read_ids(once(workdir, "tokens", _request(spec, split, tokenizer), fill) / "pairs"))
+    return EncodedPairs(
+        *read_ids(cached_directory(workdir, "tokens", _request(spec, split, tokenizer), fill) / "pairs")
+    )
 
 
 def _encode(tokenizer: TokenizerPair, pair: tuple[str, str], progress: Progress) -> tuple[list[int], list[int]]:
@@ -125,5 +127,5 @@ def _request(spec: str, split: str, tokenizer: Tokenizer | TokenizerPair) -> str
 
 def stamps_of(spec: str) -> list[tuple[int, int]]:
     """Sizes and times of the files that a data spec names."""
-    names = [name for part in parts_of(spec) for name in part.partition(":")[2].split(",")]
+    names = [name for part in split_spec(spec) for name in part.partition(":")[2].split(",")]
     return [(path.stat().st_size, path.stat().st_mtime_ns) for path in map(Path, names) if path.is_file()]

@@ -22,13 +22,13 @@ def load_documents(spec: str, split: str) -> list[str]:
     """The documents of a split; `all` is the three together. A file is one document, unless it says where they end."""
     if split not in (*SPLITS, "all"):
         raise InputError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}, all")
-    if len(parts_of(spec)) > 1:
-        return [document for part in parts_of(spec) for document in load_documents(part, split)]
+    if len(split_spec(spec)) > 1:
+        return [document for part in split_spec(spec) for document in load_documents(part, split)]
     kind, _, name = spec.partition(":")
     if kind == "builtin" and name == "pydoc":
         return [text for name, text in pydoc_documents().items() if split in ("all", split_of(name))]
     if kind == "text" and name:
-        return documents_of(part_of(read_text(Path(name)), split))
+        return split_documents(split_text(read_text(Path(name)), split))
     if kind == "tfds" and name:
         from t2r.data.tfds_source import open_split
 
@@ -36,7 +36,7 @@ def load_documents(spec: str, split: str) -> list[str]:
     raise InputError(f"unknown data {spec!r}: use builtin:pydoc, text:PATH (.gz too) or tfds:NAME")
 
 
-def parts_of(spec: str) -> list[str]:
+def split_spec(spec: str) -> list[str]:
     """The data that a spec adds up: `text:A + text:B`."""
     return [part.strip() for part in spec.split(" + ")]
 
@@ -62,7 +62,7 @@ def read_text(path: Path) -> str:
     return text
 
 
-def part_of(text: str, split: str) -> str:
+def split_text(text: str, split: str) -> str:
     """The first 90% of a text's lines to train on, the next 5% to validate, the last 5% to test."""
     if split == "all":
         return text
@@ -75,7 +75,7 @@ def part_of(text: str, split: str) -> str:
     return part
 
 
-def documents_of(text: str) -> list[str]:
+def split_documents(text: str) -> list[str]:
     """A text that has lines `<|endoftext|>`, as many corpora do, is the documents between them, else one document."""
     parts = re.split(r"^<\|endoftext\|>[ \t\r]*$", text, flags=re.MULTILINE)
     if len(parts) == 1:

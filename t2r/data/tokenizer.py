@@ -25,7 +25,7 @@ class Tokenizer(Protocol):
     stop: int  # the id that ends generation; -1: none does
     start: int  # the id that the target of a translation begins with
     begins: bool  # whether the model has seen no text without `end` before it
-    glue: str  # what stands between a prompt and what follows it
+    separator: str  # what stands between a prompt and what follows it
 
     def encode(self, text: str) -> list[int]: ...
     def encode_document(self, text: str) -> list[int]: ...  # with its end
@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
 class SentencePiece:
     """Subwords. Unseen characters are spelled in bytes. Of documents, spaces and line ends are kept as they are."""
 
-    kind, glue, begins = "sentencepiece", "", False
+    kind, separator, begins = "sentencepiece", "", False
     file = "tokenizer.model"
 
     def __init__(self, model: bytes):
@@ -103,7 +103,7 @@ class SentencePiece:
 class Words:
     """Words between spaces, with `<unk>` for all others and `<eos>` at each line end, as WikiText is scored."""
 
-    kind, glue, begins = "word", " ", False
+    kind, separator, begins = "word", " ", False
     file = "vocabulary.txt"
     line_end = "<eos>"
     stop = -1  # lines end, texts go on
@@ -161,7 +161,7 @@ class FairseqSubwords:
     """A dictionary of subwords, of which all that go on end in `@@`. Words are made by Moses' rules for a language and
     cut by byte-pair codes; without codes a text must come cut, with spaces between its subwords."""
 
-    kind, glue, begins = "fairseq_subword", " ", True
+    kind, separator, begins = "fairseq_subword", " ", True
     file = "subwords.json"
 
     def __init__(self, words: list[str], codes: str | None = None, language: str | None = None):
@@ -210,7 +210,7 @@ class Hub:
     place of the source language that `tokenizer.json` names.
     """
 
-    kind, glue = "hub", ""
+    kind, separator = "hub", ""
     file, ids_file = "tokenizer.json", "tokenizer_ids.json"
 
     def __init__(
@@ -266,7 +266,7 @@ def languages(tokens) -> dict[str, int]:
 class Pieces:
     """Marian's: sentencepiece cuts, and a vocabulary of its own numbers the pieces."""
 
-    kind, glue, begins = "pieces", "", False
+    kind, separator, begins = "pieces", "", False
     file, vocabulary_file = "pieces.model", "pieces.json"
 
     def __init__(self, model: bytes, vocabulary: dict[str, int]):
@@ -309,19 +309,19 @@ def train_tokenizer(kind: str, text: str, vocab_size: int, *, sentences: bool = 
     return LEARNED[kind].train(text, vocab_size, sentences=sentences)
 
 
-def stops_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """All ids that end a text that is being written. Where texts begin with a token, a second one ends them, too."""
     begins = (tokenizer.end,) if tokenizer.begins else ()
     return tuple(dict.fromkeys((tokenizer.stop, *getattr(tokenizer, "other_stops", ()), *begins)))
 
 
-def opening(tokenizer: Tokenizer) -> tuple[int, ...]:
+def decoder_start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """What stands before every translation; in some models a second token, such as the name of its language."""
     second = getattr(tokenizer, "second", None)
     return (tokenizer.start,) if second is None else (tokenizer.start, second)
 
 
-def opened(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     """A prompt as a model reads it. Texts begin after the end of another: that is what an empty prompt means, and some
     models always see it."""
     return [tokenizer.end, *ids] if tokenizer.begins or not ids else ids
@@ -353,7 +353,7 @@ class TokenizerPair(NamedTuple):
 
     def encode_target(self, text: str) -> list[int]:
         """A target sentence between what decoding starts from and its end."""
-        return [*opening(self.target), *self.target.encode(text), self.target.stop]
+        return [*decoder_start_ids(self.target), *self.target.encode(text), self.target.stop]
 
     def save(self, folder: Path) -> None:
         """A joint tokenizer lies in the folder itself, two in `source` and `target`."""

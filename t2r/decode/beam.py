@@ -15,8 +15,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from t2r.batch import PADDING, Batch, pad_rows
 from t2r.errors import raise_all
-from t2r.model.loss import PADDING, Batch, pad_rows, remember, token_losses
+from t2r.model.loss import source_states, token_losses
 from t2r.model.transformer import DecodeState, Seq2Seq, check_length
 
 NEVER = -1e30  # the log-probability of what cannot be; finite, so that sums and differences of it are numbers
@@ -111,7 +112,7 @@ def default_limit(source_length: int) -> int:
 def _search(graph, arrays, sources, limits, capacity: int, ends: tuple[tuple[int, ...], int], beam: Beam):
     model: Seq2Seq = nnx.merge(graph, arrays)
     batch, size = sources.shape[0], beam.size
-    memory = remember(model, sources)
+    memory = source_states(model, sources)
     empty = jnp.zeros((batch, size, capacity), jnp.int32)
     first = jnp.full((batch, size), NEVER).at[:, 0].set(0.0)  # all beams are alike: only one of them counts
     nothing = jnp.full((batch, size), NEVER)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,18 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from t2r.attention.module import State
-from t2r.decode import fused, one_kernel
 from t2r.decode.sampling import Sampling, choose
-from t2r.environment import all_bytes, available_memory
+from t2r.environment import available_memory, total_bytes
 from t2r.errors import InputError
-from t2r.model.loss import remember
+from t2r.kernels import load as load_kernels
+from t2r.kernels.decoding import support as kernel_support
+from t2r.model.loss import source_states
 from t2r.model.transformer import DecodeState, LanguageModel, Seq2Seq, check_length, grow
 
 PREFILL_CHUNK = 256
 
 
-Ends = int | tuple[int, ...]
+StopIds = int | tuple[int, ...]
 
 
 class Generation(NamedTuple):
@@ -33,7 +34,7 @@ class Generation(NamedTuple):
     key: Array  # the data of a random key
 
 
-def start(
+def prefill(
     model: LanguageModel, prompts: Sequence[Sequence[int]], length: int, *, seed: int = 0, chunk: int = PREFILL_CHUNK
 ) -> Generation:
     """Reads prompts, of any lengths, with room to generate `length` tokens."""
@@ -46,7 +47,7 @@ def start(
     return Generation(state, _last(prompts), jnp.zeros(len(prompts), bool), jax.random.key_data(jax.random.key(seed)))
 
 
-def start_translation(
+def prefill_translation(
     model: Seq2Seq, sources: Int[np.ndarray, "b m"], length: int, *, start: int | Sequence[int], seed: int = 0
 ) -> Generation:
     """Reads sources, rows of ids ended by PADDING, with room to translate each into `length` tokens after `start`."""
@@ -63,10 +64,10 @@ def start_translation(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _remember(graph, arrays, sources: Array) -> tuple[State, ...]:
-    return remember(nnx.merge(graph, arrays), sources)
+    return source_states(nnx.merge(graph, arrays), sources)
 
 
-def read(
+def append_prompts(
     model: LanguageModel, generation: Generation, prompts: Sequence[Sequence[int]], *, chunk: int = PREFILL_CHUNK
 ) -> Generation:
     """Adds tokens to each text as if they had been generated."""
@@ -103,33 +104,33 @@ def _prefill(graph, arrays, state: DecodeState, tokens: Array, mask: Array) -> D
     return nnx.merge(graph, arrays)(tokens, state=state, mask=mask)[1]
 
 
-def step(model: LanguageModel | fused.FusedModel, generation: Generation, sampling: Sampling, end: Ends) -> Generation:
+def step(model: Any, generation: Generation, sampling: Sampling, end: StopIds) -> Generation:
     """One more token for each text; texts that are done repeat their end, and their state stays."""
-    ends = ends_of(end)
+    ends = stop_tuple(end)
     hidden, state = model(generation.last[:, None], state=generation.state, mask=~generation.done[:, None])
     key = jax.random.wrap_key_data(generation.key)
     if sampling.temperature:
         key, draw = jax.random.split(key)
-        token = choose(model.scores(hidden[:, -1]), sampling, draw)
+        token = choose(model.logits(hidden[:, -1]), sampling, draw)
     else:
-        token = model.likeliest(hidden[:, -1])
+        token = model.greedy_token(hidden[:, -1])
     token = jnp.where(generation.done, ends[0], token)
     ended = functools.reduce(jnp.logical_or, [token == one for one in ends])
     return Generation(state, token, generation.done | ended, jax.random.key_data(key))
 
 
-def packed(model: LanguageModel, texts: int) -> fused.Packed | None:
-    """What `scan_steps` takes to decode by few kernels; None where there are none for it, or no room."""
-    if not fused.available(model, texts):
+def packed_weights(model: LanguageModel, batch: int) -> Any:
+    """The weights as decoding kernels read them, for `scan_steps`; None where no kernel, or not enough memory, is."""
+    if not kernel_support.available(model, batch) or load_kernels("decoding.fused_model") is None:
         return None
-    free, given = available_memory(), (*nnx.split(model), one_kernel.available(model, texts))
-    needed = all_bytes(jax.eval_shape(lambda: _pack(*given)))
+    free, given = available_memory(), (*nnx.split(model), kernel_support.one_kernel_available(model, batch))
+    needed = total_bytes(jax.eval_shape(lambda: _pack(*given)))
     return _pack(*given) if free is None or 2 * needed < free else None  # twice: it is made of another copy
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _pack(graph, arrays, as_one: bool) -> fused.Packed:
-    return fused.pack_model(nnx.merge(graph, arrays), as_one=as_one)
+def _pack(graph, arrays, as_one: bool) -> Any:
+    return load_kernels("decoding.fused_model").pack_model(nnx.merge(graph, arrays), as_one=as_one)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5), donate_argnums=2)
@@ -139,12 +140,12 @@ def scan_steps(
     generation: Generation,
     count: int,
     sampling: Sampling,
-    end: Ends,
-    packed: fused.Packed | None = None,
+    end: StopIds,
+    packed: Any = None,
 ) -> tuple[Generation, Int[Array, "count b"]]:
     """`count` steps in one compiled loop, of the model itself or by the kernels for what is `packed`."""
     model = nnx.merge(graph, arrays)
-    form = fused.FusedModel(model, packed) if packed else model
+    form = load_kernels("decoding.fused_model").FusedModel(model, packed) if packed else model
 
     def one(generation, _):
         generation = step(form, generation, sampling, end)
@@ -153,12 +154,12 @@ def scan_steps(
     return jax.lax.scan(one, generation, length=count)
 
 
-def go_on(
+def generate_tokens(
     model: LanguageModel,
     generation: Generation,
     length: int,
     *,
-    end: Ends,
+    end: StopIds,
     sampling: Sampling = Sampling(),
     on_tokens: Callable[[np.ndarray], None] | None = None,
     segment: int = 64,
@@ -171,7 +172,7 @@ def go_on(
     check_memory(model, len(generation.done), int(generation.state.position.max()) + length)
     generation = generation._replace(state=grow(generation.state, length))
     graph, arrays = nnx.split(model)
-    matrices, pieces = packed(model, len(generation.done)), []
+    matrices, pieces = packed_weights(model, len(generation.done)), []
     for first in range(0, length, segment):
         count = min(segment, length - first)
         generation, tokens = scan_steps(graph, arrays, generation, count, sampling, end, matrices)
@@ -181,7 +182,7 @@ def go_on(
         if bool(generation.done.all()):
             break
     rows = np.concatenate(pieces, 1) if pieces else np.zeros((len(generation.done), 0), int)
-    return generation, [until(row, end) for row in rows.tolist()]
+    return generation, [truncate_at_stop(row, end) for row in rows.tolist()]
 
 
 def fork(generation: Generation, copies: int) -> Generation:
@@ -208,15 +209,15 @@ def check_memory(model: LanguageModel, batch: int, length: int) -> None:
 
 def state_bytes(model: LanguageModel, batch: int, length: int) -> int:
     """Bytes of attention state for texts of this length, counted on the state itself."""
-    return all_bytes(jax.eval_shape(lambda: model.init_state(batch, length).layers))
+    return total_bytes(jax.eval_shape(lambda: model.init_state(batch, length).layers))
 
 
-def until(row: list[int], end: Ends) -> list[int]:
+def truncate_at_stop(row: list[int], end: StopIds) -> list[int]:
     """The tokens before the first that ends a text."""
-    ends = ends_of(end)
+    ends = stop_tuple(end)
     return row[: next((place for place, token in enumerate(row) if token in ends), len(row))]
 
 
-def ends_of(end: Ends) -> tuple[int, ...]:
+def stop_tuple(end: StopIds) -> tuple[int, ...]:
     """One id that ends texts, or several."""
     return (end,) if isinstance(end, int) else end

@@ -17,7 +17,7 @@ from t2r.model.transformer import LanguageModel
 def save_generation(path: Path, generation: Generation) -> None:
     """Writes the file whole or not at all."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    save_file({name: jnp.asarray(leaf) for name, leaf in named(generation)}, unfinished)
+    save_file({name: jnp.asarray(leaf) for name, leaf in named_leaves(generation)}, unfinished)
     os.replace(unfinished, path)
 
 
@@ -38,7 +38,7 @@ def load_generation(path: Path, model: LanguageModel) -> Generation:
         lambda: Generation(model.init_state(batch, capacity), jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool), key)
     )
     problems, leaves = [], []
-    for name, leaf in named(like):
+    for name, leaf in named_leaves(like):
         found = arrays.get(name)
         if found is None or found.shape != leaf.shape or found.dtype != leaf.dtype:
             what = "nothing" if found is None else f"{found.dtype}{found.shape}"
@@ -48,7 +48,7 @@ def load_generation(path: Path, model: LanguageModel) -> Generation:
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def named(tree: Any) -> list[tuple[str, Any]]:
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of a generation or a state with their names, such as `layers.0.S`."""
     return [
         (jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in jax.tree.leaves_with_path(tree)

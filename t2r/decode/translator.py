@@ -1,18 +1,28 @@
 """Lines in, translations out, in the order of the lines, though the batches are of lines of like length."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from t2r.convert.model_dir import Model
-from t2r.data.tokenizer import opening
+from t2r.batch import PADDING, pad_rows
+from t2r.console import Progress
+from t2r.data.sources import read_text
+from t2r.data.tokenizer import decoder_start_ids
 from t2r.decode import beam as beam_search
 from t2r.decode.beam import Beam, default_limit
-from t2r.decode.generate import go_on, start_translation
+from t2r.decode.generate import generate_tokens, prefill_translation
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError
-from t2r.model.loss import PADDING, pad_rows
+from t2r.store.model_dir import LoadedModel
+
+# Batches translated before their lines are written: enough to sort by length, soon enough to be followed.
+BATCHES_AT_ONCE = 64
 
 
 class Translation(NamedTuple):
@@ -22,7 +32,7 @@ class Translation(NamedTuple):
     score: float | None = None
 
 
-class Options(NamedTuple):
+class TranslateOptions(NamedTuple):
     """How to translate."""
 
     beam: Beam = Beam()
@@ -34,9 +44,9 @@ class Options(NamedTuple):
 
 
 def translate_lines(
-    content: Model,
+    content: LoadedModel,
     lines: Sequence[str],
-    options: Options = Options(),
+    options: TranslateOptions = TranslateOptions(),
     *,
     first_line: int = 1,
     warn: Callable[[str], None] = print,
@@ -62,7 +72,7 @@ def translate_lines(
 
 
 def fit(
-    encoded: list[list[int]], options: Options, end: int, first_line: int, warn: Callable[[str], None]
+    encoded: list[list[int]], options: TranslateOptions, end: int, first_line: int, warn: Callable[[str], None]
 ) -> list[list[int]]:
     """Refuses lines that are too long, all in one error, or cuts them with a warning, whichever was asked for."""
     longer = [i for i, ids in enumerate(encoded) if len(ids) > options.max_source]
@@ -84,17 +94,87 @@ def pad(rows: list[list[int]], count: int) -> np.ndarray:
     return pad_rows(rows, count, width)
 
 
-def _translate(model, tokenizer, rows: np.ndarray, options: Options, first: int) -> list[list[Translation]]:
+def _translate(model, tokenizer, rows: np.ndarray, options: TranslateOptions, first: int) -> list[list[Translation]]:
     if options.sampling is None:
-        found = beam_search.translate(model, rows, start=opening(tokenizer), end=tokenizer.stop, beam=options.beam)
+        found = beam_search.translate(
+            model, rows, start=decoder_start_ids(tokenizer), end=tokenizer.stop, beam=options.beam
+        )
         return [[Translation(_line(tokenizer, h.tokens), h.score) for h in hypotheses] for hypotheses in found]
     limits = [default_limit(int(length)) for length in (rows != PADDING).sum(1)]
     seed = options.seed + first  # each batch draws its own
-    generation = start_translation(model, rows, max(limits), start=opening(tokenizer), seed=seed)
-    _, found = go_on(model, generation, max(limits), end=tokenizer.stop, sampling=options.sampling)
+    generation = prefill_translation(model, rows, max(limits), start=decoder_start_ids(tokenizer), seed=seed)
+    _, found = generate_tokens(model, generation, max(limits), end=tokenizer.stop, sampling=options.sampling)
     return [[Translation(_line(tokenizer, ids[:limit]))] for ids, limit in zip(found, limits)]
 
 
 def _line(tokenizer, ids: list[int]) -> str:
     """Text in one line, whatever bytes a model may spell."""
     return " ".join(tokenizer.decode(ids).split())
+
+
+def translate_file(
+    loaded: LoadedModel,
+    source: str | Path | None,
+    output: str | Path | None = None,
+    options: TranslateOptions = TranslateOptions(),
+    *,
+    n_best: int = 1,
+    scores: bool = False,
+) -> dict[str, Any]:
+    """Translates a file (None: standard input) line by line into another, written whole or not at all (None: standard
+    output, at once). With `n_best` or `scores` a line is its source's number, the score and the text, between tabs."""
+    if n_best > options.beam.size:
+        raise InputError(f"--n_best={n_best} is more than --beam={options.beam.size}: raise the beam")
+    if options.sampling and (n_best > 1 or scores):
+        raise InputError("--n_best and --scores belong to a search: leave out --temperature")
+    lines, began = read_lines(source), time.perf_counter()
+    at_once = options.batch * BATCHES_AT_ONCE
+    with writer(output) as write, Progress("translate", len(lines)) as progress:
+        for first in range(0, len(lines), at_once):
+            part = lines[first : first + at_once]
+            hooks = dict(warn=progress.say, on_batch=progress.advance)
+            translated = translate_lines(loaded, part, options, first_line=first + 1, **hooks)
+            for number, translations in enumerate(translated, first + 1):
+                for text, score in translations[:n_best]:
+                    write(f"{number}\t{score:.4f}\t{text}\n" if scores or n_best > 1 else text + "\n")
+    seconds = time.perf_counter() - began
+    return {
+        "sentences": len(lines),
+        "empty": sum(not line.strip() for line in lines),
+        "seconds": round(seconds, 2),
+        "sentences_per_second": round(len(lines) / seconds, 1),
+        "output": output and str(output),
+    }
+
+
+def read_lines(path: str | Path | None) -> list[str]:
+    """The lines of a file or of standard input. Only line feeds end them: one line in must stay one line out."""
+    if path:
+        text = read_text(Path(path))
+    else:
+        try:
+            text = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"standard input is not UTF-8 text: byte {error.start}") from None
+    if not text:
+        raise InputError("standard input is empty: give lines to translate, or --input=FILE")
+    return [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
+
+
+@contextlib.contextmanager
+def writer(path: str | Path | None) -> Iterator[Callable[[str], Any]]:
+    """A function that writes text to a file, which appears when all is written, or to standard output at once."""
+    if not path:
+        yield lambda text: print(text, end="", flush=True)
+        return
+    unfinished = Path(f"{path}.{os.getpid()}.unfinished")
+    try:
+        file = unfinished.open("w", encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+    try:
+        with file:
+            yield file.write
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 from safetensors.flax import save_file
 
 from t2r import environment
-from t2r.convert.model_dir import Model
-from t2r.data.tokenizer import Tokenizer, TokenizerPair, opening, stops_of
+from t2r.batch import PADDING
+from t2r.data.tokenizer import Tokenizer, TokenizerPair, decoder_start_ids, stop_ids
 from t2r.errors import InputError
 from t2r.export import readme
 from t2r.export.functions import PLATFORMS, Function, Sizes, longest, lower
-from t2r.files import written_whole
-from t2r.model.loss import PADDING
-from t2r.model.parameters import arrays_of
+from t2r.files import atomic_directory
+from t2r.model.parameters import arrays_of, parameter_count
+from t2r.store import model_dir
+from t2r.store.model_dir import LoadedModel
 
 FORMAT = "t2r-export/1"
 EXAMPLES = Path(__file__).parent / "examples"
@@ -28,11 +29,33 @@ def check_free(path: Path) -> None:
         raise InputError(f"--output={path} exists already: choose another or remove it")
 
 
-def save(path: Path, content: Model, sizes: Sizes = Sizes()) -> dict[str, Any]:
+def export_model(
+    name: str, output: str | Path, *, batch: int | None = None, capacity: int | None = None, dtype: str = "float32"
+) -> dict[str, Any]:
+    """Exports a model directory; `capacity` is the most tokens of a sequence, needed for softmax layers only."""
+    output, sizes = Path(output), Sizes(batch, capacity)
+    check_free(output)
+    loaded = model_dir.load(name, dtype=dtype)
+    entry = {"action": "export", "source": name, "dtype": dtype, **sizes._asdict()}
+    loaded = loaded._replace(provenance={"history": [*loaded.provenance["history"], entry]})
+    about = save(output, loaded, sizes)
+    return {
+        "output": str(output),
+        "files": {
+            str(file.relative_to(output)): file.stat().st_size for file in sorted(output.rglob("*")) if file.is_file()
+        },
+        "parameters": parameter_count(arrays_of(loaded.model)),
+        "state_bytes": state_bytes(about, b=batch or 1, m=0),  # a source's caches, if any, come on top
+        "platforms": about["platforms"],
+        "longest": about["longest"],
+    }
+
+
+def save(path: Path, content: LoadedModel, sizes: Sizes = Sizes()) -> dict[str, Any]:
     """Writes the directory whole or not at all, and returns what its export.json says."""
     model, tokenizer, _ = content
     check_free(path)
-    with written_whole(path) as folder:
+    with atomic_directory(path) as folder:
         functions = lower(model.config, sizes)
         about = describe(content, functions, sizes)
         for name, function in functions.items():
@@ -46,7 +69,7 @@ def save(path: Path, content: Model, sizes: Sizes = Sizes()) -> dict[str, Any]:
     return about
 
 
-def describe(content: Model, functions: dict[str, Function], sizes: Sizes) -> dict[str, Any]:
+def describe(content: LoadedModel, functions: dict[str, Function], sizes: Sizes) -> dict[str, Any]:
     """What a program has to know to call the functions; `b` is the number of texts, `m` the length of sources."""
     model, tokenizer, provenance = content
     arrays = {}
@@ -89,21 +112,26 @@ def state_bytes(about: dict[str, Any], **sizes: int) -> int:
     """Bytes of the state, with numbers for `b` and `m`."""
     state = about["arrays"]["state"].values()
     shapes = [jax.ShapeDtypeStruct([sizes.get(n, n) for n in a["shape"]], a["dtype"]) for a in state]
-    return environment.all_bytes(shapes)
+    return environment.total_bytes(shapes)
 
 
 def _describe_tokenizer(tokenizer: Tokenizer | TokenizerPair) -> dict[str, Any]:
     """The ids that a program needs beside the tokenizer's own files, which lie in `folder`."""
     if not isinstance(tokenizer, TokenizerPair):
         before = [tokenizer.end] if tokenizer.begins else []
-        ids = {"before": before, "end": tokenizer.end, "stops": list(stops_of(tokenizer))}
+        ids = {"before": before, "end": tokenizer.end, "stops": list(stop_ids(tokenizer))}
         return {"kind": tokenizer.kind, "folder": ".", **ids}
     source, target = tokenizer
     before, after = _around(tokenizer.encode_source("a"), source.encode("a"))
     folders = (".", ".") if tokenizer.joint else ("source", "target")
     return {
         "source": {"kind": source.kind, "folder": folders[0], "before": before, "after": after},
-        "target": {"kind": target.kind, "folder": folders[1], "start": list(opening(target)), "stop": target.stop},
+        "target": {
+            "kind": target.kind,
+            "folder": folders[1],
+            "start": list(decoder_start_ids(target)),
+            "stop": target.stop,
+        },
     }
 
 

@@ -2,9 +2,10 @@
 
 import itertools
 
-from t2r.attention.feature_map import FEATURE_MAPS, Normalizer, Rfa
+from t2r.attention.feature_map import FEATURE_MAPS, Rfa
 from t2r.export.names import ranges
 from t2r.model.config import AttentionSpec, ModelConfig
+from t2r.normalizer import Normalizer
 
 ACTIVATIONS = {
     "relu": "max(a, 0)",
@@ -176,7 +177,7 @@ def _heads(config: ModelConfig, spec: AttentionSpec, name: str) -> list[str]:
 
 
 def _rotary(config: ModelConfig, spec: AttentionSpec) -> list[str]:
-    rotary = config.heads_of(spec).rotary
+    rotary = config.shape_of(spec).rotary
     half = (rotary.size or config.head_dim) // 2
     lines = [
         f"each of q and k is turned: (a[i], a[i + {half}]) ← (a[i] cos t − a[i + {half}] sin t, "

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct, export
 from jaxtyping import Array, Float, Int
 
-from t2r.decode.state_file import named
+from t2r.decode.state_file import named_leaves
 from t2r.errors import InputError
 from t2r.model.config import ModelConfig
-from t2r.model.loss import remember
+from t2r.model.loss import source_states
 from t2r.model.parameters import Arrays, abstract_model, arrays_of, with_arrays
 from t2r.model.transformer import DecodeState, LanguageModel, check_length
 
@@ -56,10 +56,10 @@ def lower(config: ModelConfig, sizes: Sizes) -> dict[str, Function]:
     first = functools.partial(first, config, sizes.capacity)
     given = {"weights": weights, **given}
     state = jax.eval_shape(first, *given.values())
-    arrays = {name: _like(leaf) for name, leaf in named(state)}
+    arrays = {name: _like(leaf) for name, leaf in named_leaves(state)}
     next_step = functools.partial(step, config, longest(config, sizes.capacity), jax.tree.structure(state))
     return {
-        name: _lower(lambda *given: dict(named(first(*given))), given, ["state"]),
+        name: _lower(lambda *given: dict(named_leaves(first(*given))), given, ["state"]),
         "step": _lower(next_step, {"weights": weights, "state": arrays, "token": token}, ["logits", "state"]),
     }
 
@@ -90,7 +90,9 @@ def start(config: ModelConfig, capacity: int | None, weights: Arrays, token: Int
 
 def encode(config: ModelConfig, capacity: int | None, weights: Arrays, source: Int[Array, "b m"]) -> DecodeState:
     """The state of translations that have no tokens yet, of these sources; PADDING ends the rows."""
-    return start(config, capacity, weights, source[:, 0])._replace(source=remember(_model(config, weights), source))
+    return start(config, capacity, weights, source[:, 0])._replace(
+        source=source_states(_model(config, weights), source)
+    )
 
 
 def step(
@@ -98,13 +100,13 @@ def step(
 ) -> tuple[Float[Array, "b vocab"], Arrays]:
     """Reads a token of each text: what may follow it, and the state after it. A state of `structure` comes flat."""
     model = _model(config, weights)
-    names = [name for name, _ in named(jax.tree.unflatten(structure, [0] * structure.num_leaves))]
+    names = [name for name, _ in named_leaves(jax.tree.unflatten(structure, [0] * structure.num_leaves))]
     hidden, after = model(token[:, None], state=jax.tree.unflatten(structure, [state[name] for name in names]))
     # An adaptive softmax has no logits; log-probabilities serve for them.
-    logits = model.scores(hidden[:, 0])
+    logits = model.logits(hidden[:, 0])
     if most is not None:  # beyond it the last slot of caches, or the last position, would be used again
         logits = jnp.where((state["position"] < most)[:, None], logits, jnp.nan)
-    return logits, dict(named(after))
+    return logits, dict(named_leaves(after))
 
 
 def _model(config: ModelConfig, weights: Arrays) -> LanguageModel:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from t2r.convert.swap import SPECS
+from t2r.conversion.swap import SPECS
 from t2r.model.config import ModelConfig
 
 # By the end of the name; the first that fits counts.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from t2r.attention.feature_map import FEATURE_MAPS
-from t2r.attention.module import Heads
+from t2r.attention.module import AttentionShape
 from t2r.attention.rotary import SCALINGS, Rotary
 from t2r.errors import InputError, raise_all
 
@@ -206,9 +206,9 @@ class ModelConfig:
         return found
 
     @property
-    def attention_heads(self) -> Heads:
+    def attention_shape(self) -> AttentionShape:
         """The shape of each layer's attention."""
-        return Heads(
+        return AttentionShape(
             width=self.width,
             heads=self.heads,
             kv_heads=self.kv_heads,
@@ -227,17 +227,17 @@ class ModelConfig:
         scaling = dict(factor=self.rope_factor, low=self.rope_low, high=self.rope_high, original=self.rope_original)
         return Rotary(self.rope_theta, self.rope_size, self.rope_scaling, **scaling)
 
-    def heads_of(self, spec: AttentionSpec) -> Heads:
+    def shape_of(self, spec: AttentionSpec) -> AttentionShape:
         """The shape of attention in a layer that has a window or rotary positions of its own."""
-        heads = dataclasses.replace(self.attention_heads, window=spec.window)
+        heads = dataclasses.replace(self.attention_shape, window=spec.window)
         if spec.rope_theta is None or heads.rotary is None:
             return heads
         return dataclasses.replace(heads, rotary=Rotary(spec.rope_theta, self.rope_size))
 
     @property
-    def cross_heads(self) -> Heads:
+    def cross_shape(self) -> AttentionShape:
         """The shape of attention over the encoder: positions of two sentences have no angle between them."""
-        return dataclasses.replace(self.attention_heads, rotary=None)
+        return dataclasses.replace(self.attention_shape, rotary=None)
 
     def replace(self, **fields: Any) -> "ModelConfig":
         """A copy with some fields changed; validated again."""

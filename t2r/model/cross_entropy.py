@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from t2r.layout import RULES, unwritten
-from t2r.model import rare_words
+from t2r.kernels import load as load_kernels
+from t2r.kernels.support import has_rare_token_kernels
+from t2r.layout import RULES, uninitialized
 
 # Logits that are held at once: half a gibibyte in float32.
 LOGITS = 2**27
@@ -24,7 +25,7 @@ KEPT = 2**30
 ALIGNED = 128
 
 
-class Scored(NamedTuple):
+class LogitInputs(NamedTuple):
     """Vectors, and what words' scores are made of: x tableᵀ + bias."""
 
     x: Float[Array, "*b e"]
@@ -32,27 +33,27 @@ class Scored(NamedTuple):
     bias: Float[Array, "v"] | None = None
 
 
-class Wanted(NamedTuple):
+class LossTerms(NamedTuple):
     """What of the loss is not the target's, and how many tokens to expect."""
 
     smoothing: float = 0.0  # spread evenly over all words
     taught: float = 0.0  # of all: a teacher's probabilities
     rare: bool = False  # few tokens are inside: keeping room for all is not worth it
-    kernels: str = "off"  # for these, see `rare_words`
+    kernels: str = "off"  # for these, see `t2r.kernels.rare_tokens`
 
 
 def cross_entropy(
-    scored: Scored,
+    scored: LogitInputs,
     targets: Int[Array, "b n"],
     inside: Bool[Array, "b n"] | None = None,
     smoothing: float = 0.0,
-    teacher: Scored | None = None,
+    teacher: LogitInputs | None = None,
     taught: float = 0.0,
     *,
     rare: bool = False,
     kernels: str = "off",
 ) -> Float[Array, "b n"]:
-    """-Σ p log q, q the probabilities of words, and p all on the target, or as `Wanted` says.
+    """-Σ p log q, q the probabilities of words, and p all on the target, or as `LossTerms` says.
 
     With `inside`, only of the tokens where it is True; 0 for the others, which cost nothing.
     """
@@ -63,10 +64,10 @@ def cross_entropy(
     # Devices that share rows, or the words of a vocabulary, must go through the same rows: all of them.
     some = inside is not None and own and all(sizes.get(axis, 1) == 1 for axis in RULES["vocabulary"])
     inside = jnp.ones(targets.shape, bool) if inside is None else inside
-    loss = functools.partial(_of_rows, some=some, wanted=Wanted(smoothing, taught, rare, kernels))
+    loss = functools.partial(_of_rows, some=some, wanted=LossTerms(smoothing, taught, rare, kernels))
     if ways > 1 and own:
         rows, whole = PartitionSpec(RULES["batch"]), PartitionSpec()
-        given = Scored(rows, whole, whole)
+        given = LogitInputs(rows, whole, whole)
         specs = (given, rows, rows, given if teacher else whole)
         axes = {"in_specs": specs, "out_specs": rows, "axis_names": set(RULES["batch"])}
         loss = jax.shard_map(loss, **axes, check_vma=False)
@@ -74,19 +75,20 @@ def cross_entropy(
 
 
 def _of_rows(
-    scored: Scored, targets: Array, inside: Array, teacher: Scored | None, *, some: bool, wanted: Wanted
+    scored: LogitInputs, targets: Array, inside: Array, teacher: LogitInputs | None, *, some: bool, wanted: LossTerms
 ) -> Array:
     """The same, on one device; if only `some` tokens are inside, these first and the others not at all."""
     used = inside.reshape(-1)
     order = jnp.argsort(~used, stable=True) if some else slice(None)
 
-    def flat(one: Scored | None) -> Scored | None:
+    def flat(one: LogitInputs | None) -> LogitInputs | None:
         return one and one._replace(x=one.x.reshape(-1, one.x.shape[-1])[order])
 
     given, hits, count = flat(scored), targets.reshape(-1)[order], used.sum() if some else None
     is_plain = scored.bias is None and teacher is None and not wanted.smoothing
-    if some and wanted.rare and is_plain and rare_words.has_kernels(wanted.kernels, given.x):
-        losses = rare_words.losses(given.x, given.table, hits, count)
+    few = some and wanted.rare and is_plain
+    if few and has_rare_token_kernels(wanted.kernels, given.x) and (kernel := load_kernels("rare_tokens")) is not None:
+        losses = kernel.losses(given.x, given.table, hits, count)
     else:
         losses = _loss(given, hits, count, flat(teacher), wanted)
     if some:
@@ -95,13 +97,13 @@ def _of_rows(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _loss(scored: Scored, targets: Int[Array, "t"], count, teacher: Scored | None, wanted: Wanted):
+def _loss(scored: LogitInputs, targets: Int[Array, "t"], count, teacher: LogitInputs | None, wanted: LossTerms):
     """The losses of the first `count` rows, 0 for the rest; None: of all, whose number is known when compiled."""
     return _forward(scored, targets, count, teacher, wanted)[0]
 
 
 def _forward(
-    scored: Scored, targets: Array, count, teacher: Scored | None, wanted: Wanted, *, keep: bool = False
+    scored: LogitInputs, targets: Array, count, teacher: LogitInputs | None, wanted: LossTerms, *, keep: bool = False
 ) -> tuple[Array, tuple]:
     all_rows = _Rows.of(scored, targets, teacher)
     sums = _sum_of_logits(scored, all_rows.padded) if wanted.smoothing else None
@@ -122,26 +124,26 @@ def _forward(
 
     used, nothing = all_rows.chunks(count), [jnp.zeros(all_rows.padded, jnp.float32)] * 2
     if keep:  # gibibytes, which need not be written twice
-        nothing.append(unwritten((all_rows.padded, len(all_rows.scored.table)), scored.x.dtype))
+        nothing.append(uninitialized((all_rows.padded, len(all_rows.scored.table)), scored.x.dtype))
     losses, *kept = jax.lax.fori_loop(0, used, chunk, tuple(nothing))
     if keep and count is not None:
         kept[1] = jax.lax.fori_loop(used, all_rows.chunks(None), all_rows.put_zeros, kept[1])
     return _first(losses[: len(targets)], count), (scored, targets, count, teacher, *kept)
 
 
-def _sum_of_logits(scored: Scored, rows: int) -> Float[Array, "t"]:
+def _sum_of_logits(scored: LogitInputs, rows: int) -> Float[Array, "t"]:
     """Over all words, without the logits."""
     each = scored.table.astype(scored.x.dtype).sum(0, dtype=jnp.float32)
     found = (scored.x.astype(jnp.float32) * each).sum(-1) + (0 if scored.bias is None else scored.bias.sum())
     return _pad(found, rows)
 
 
-def _forward_and_keep(scored: Scored, targets: Array, count, teacher: Scored | None, wanted: Wanted):
+def _forward_and_keep(scored: LogitInputs, targets: Array, count, teacher: LogitInputs | None, wanted: LossTerms):
     fits = len(targets) * len(scored.table) <= KEPT
     return _forward(scored, targets, count, teacher, wanted, keep=fits and not wanted.rare)
 
 
-def _error(logits: Array, total: Array, hits: Array, taught: Array | None, table: Array, wanted: Wanted) -> Array:
+def _error(logits: Array, total: Array, hits: Array, taught: Array | None, table: Array, wanted: LossTerms) -> Array:
     """The loss's derivative by logits."""
     is_hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == hits[:, None]
     target = jnp.where(is_hit, 1 - wanted.smoothing, 0) + wanted.smoothing / len(table)
@@ -150,7 +152,7 @@ def _error(logits: Array, total: Array, hits: Array, taught: Array | None, table
     return jnp.where(_is_word(logits, len(table)), jnp.exp(logits - total[:, None]) - target, 0)
 
 
-def _backward(wanted: Wanted, kept: tuple, gradient: Array) -> tuple:
+def _backward(wanted: LossTerms, kept: tuple, gradient: Array) -> tuple:
     scored, targets, count, teacher, totals, *errors = kept
     all_rows, dtype = _Rows.of(scored, targets, teacher), scored.x.dtype
     gs = _pad(_first(gradient, count), all_rows.padded)
@@ -159,9 +161,9 @@ def _backward(wanted: Wanted, kept: tuple, gradient: Array) -> tuple:
         dx = _product("tv,ve->te", error, rows.table) * gs[:, None]
         dtable = _product("tv,te->ve", error, (rows.x * gs[:, None]).astype(dtype))
         dbias = None if rows.bias is None else _product("tv,t->v", error, gs.astype(dtype))
-        return _like(Scored(dx, dtable, dbias), scored), None, None, None
+        return _like(LogitInputs(dx, dtable, dbias), scored), None, None, None
 
-    def chunk(number: Array, found: Scored) -> Scored:
+    def chunk(number: Array, found: LogitInputs) -> LogitInputs:
         logits, hits, taught = all_rows.cut(number)
         error = _error(logits, all_rows.part(totals, number), hits, taught, scored.table, wanted)
         error *= all_rows.part(gs, number)[:, None]
@@ -169,14 +171,14 @@ def _backward(wanted: Wanted, kept: tuple, gradient: Array) -> tuple:
         error = error.astype(dtype)
         dx = _product("tv,ve->te", error, all_rows.scored.table).astype(dtype)
         dtable = _product("tv,te->ve", error, all_rows.part(all_rows.scored.x, number))
-        return Scored(all_rows.put(found.x, dx, number), found.table + dtable, dbias)
+        return LogitInputs(all_rows.put(found.x, dx, number), found.table + dtable, dbias)
 
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), all_rows.scored)
     nothing = nothing._replace(x=jnp.zeros(all_rows.scored.x.shape, dtype))
     return _like(jax.lax.fori_loop(0, all_rows.chunks(count), chunk, nothing), scored), None, None, None
 
 
-def _like(found: Scored, scored: Scored) -> Scored:
+def _like(found: LogitInputs, scored: LogitInputs) -> LogitInputs:
     return jax.tree.map(lambda new, old: new[: len(old)].astype(old.dtype), found, scored)
 
 
@@ -186,19 +188,19 @@ _loss.defvjp(_forward_and_keep, _backward)
 class _Rows(NamedTuple):
     """All that is known of the rows, filled up to whole chunks of them, and to a round number of words."""
 
-    scored: Scored
+    scored: LogitInputs
     targets: Int[Array, "t"]
-    teacher: Scored | None
+    teacher: LogitInputs | None
     size: int  # of a chunk
     words: int
 
     @classmethod
-    def of(cls, scored: Scored, targets: Array, teacher: Scored | None) -> "_Rows":
+    def of(cls, scored: LogitInputs, targets: Array, teacher: LogitInputs | None) -> "_Rows":
         size, padded = _chunks(len(targets), len(scored.table))
 
-        def fill(one: Scored) -> Scored:
+        def fill(one: LogitInputs) -> LogitInputs:
             bias = None if one.bias is None else _words(one.bias, jnp.float32)
-            return Scored(_pad(one.x, padded), _words(one.table, one.x.dtype), bias)
+            return LogitInputs(_pad(one.x, padded), _words(one.table, one.x.dtype), bias)
 
         return cls(fill(scored), _pad(targets, padded), teacher and fill(teacher), size, len(scored.table))
 
@@ -226,7 +228,7 @@ class _Rows(NamedTuple):
             taught = jax.nn.softmax(logits, where=_is_word(logits, self.words))
         return self._logits(self.scored, number), self.part(self.targets, number), taught
 
-    def _logits(self, scored: Scored, number: Array) -> Float[Array, "t v"]:
+    def _logits(self, scored: LogitInputs, number: Array) -> Float[Array, "t v"]:
         logits = _product("te,ve->tv", self.part(scored.x, number), scored.table)
         return logits if scored.bias is None else logits + scored.bias
 

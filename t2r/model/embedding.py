@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from t2r.attention.dropout import dropout
+from t2r.dropout import dropout
 from t2r.errors import InputError
 from t2r.layout import constrain
 from t2r.model.config import ModelConfig
-from t2r.model.cross_entropy import Scored, cross_entropy, distances
+from t2r.model.cross_entropy import LogitInputs, cross_entropy, distances
 
 
-class Lesson(NamedTuple):
+class TeacherOutputs(NamedTuple):
     """A teacher's last vectors, what makes words of them, and their share of the loss."""
 
     embedding: Any
@@ -45,9 +45,9 @@ class PlainEmbedding(nnx.Module):
 
     def log_probs(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
         """Logarithms of the probabilities of all tokens, in float32."""
-        return jax.nn.log_softmax(self.scores(x))
+        return jax.nn.log_softmax(self.logits(x))
 
-    def scores(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
+    def logits(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
         """What probabilities are the softmax of, in float32."""
         table = self.output_table().astype(x.dtype)
         logits = jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)
@@ -61,19 +61,19 @@ class PlainEmbedding(nnx.Module):
         smoothing: float = 0.0,
         *,
         inside: Bool[Array, "b n"] | None = None,
-        lesson: Lesson | None = None,
+        lesson: TeacherOutputs | None = None,
     ) -> Float[Array, "b n"]:
         """Negative log-likelihood of each target, of which `smoothing` is spread evenly over the vocabulary.
 
         With a lesson, part of it is of the teacher's probabilities; with `inside`, only where that is True.
         """
-        teacher = lesson and lesson.embedding._scored(lesson.x)
+        teacher = lesson and lesson.embedding._logit_inputs(lesson.x)
         taught = lesson.share if lesson else 0.0
-        return cross_entropy(self._scored(x), targets, inside, smoothing, teacher, taught)
+        return cross_entropy(self._logit_inputs(x), targets, inside, smoothing, teacher, taught)
 
-    def _scored(self, x: Float[Array, "b n width"]) -> Scored:
+    def _logit_inputs(self, x: Float[Array, "b n width"]) -> LogitInputs:
         table = constrain(self.output_table(), ("vocabulary", None))
-        return Scored(x, table, None if self.bias is None else self.bias[...])
+        return LogitInputs(x, table, None if self.bias is None else self.bias[...])
 
 
 class AdaptiveEmbedding(nnx.Module):
@@ -129,7 +129,7 @@ class AdaptiveEmbedding(nnx.Module):
             bands.append(head[..., first + band - 1, None] + within)
         return jnp.concatenate(bands, -1)
 
-    def scores(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
+    def logits(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
         """What probabilities are the softmax of: bands are only comparable as probabilities."""
         return self.log_probs(x)
 
@@ -141,7 +141,7 @@ class AdaptiveEmbedding(nnx.Module):
         smoothing: float = 0.0,
         *,
         inside: Bool[Array, "b n"] | None = None,
-        lesson: Lesson | None = None,
+        lesson: TeacherOutputs | None = None,
     ) -> Float[Array, "b n"]:
         """Negative log-likelihood of each target; a band is scored for its own tokens only. Else as the plain one's."""
         if smoothing:
@@ -157,11 +157,11 @@ class AdaptiveEmbedding(nnx.Module):
     def _loss(self, x: Array, targets: Array, key: PRNGKeyArray | None) -> Float[Array, "b n"]:
         first = self.bounds[1]
         band_of = jnp.searchsorted(jnp.array(self.bounds[1:-1]), targets, side="right")
-        total = cross_entropy(Scored(x, self._head()), jnp.where(band_of == 0, targets, first + band_of - 1))
+        total = cross_entropy(LogitInputs(x, self._head()), jnp.where(band_of == 0, targets, first + band_of - 1))
         for band in range(1, len(self.tables)):
             inside, table = band_of == band, constrain(self.tables[band][...], ("vocabulary", None))
             place = jnp.where(inside, targets - self.bounds[band], 0)
-            scored = Scored(self._hidden(band, x, key), table)
+            scored = LogitInputs(self._hidden(band, x, key), table)
             total += cross_entropy(scored, place, inside, rare=True, kernels=self.kernels)
         return total
 

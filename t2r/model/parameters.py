@@ -45,7 +45,7 @@ def trainable_names(model: nnx.Module, which: str) -> set[str]:
         raise InputError(f"trainable={which!r}: choose one of {', '.join(TRAINABLE)}")
     parameters = {_name(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     in_maps = {name for name in parameters if ".feature_map." in name}
-    places = tuple(f"blocks.{place}." for place in linear_places(model))
+    places = tuple(f"blocks.{place}." for place in linear_attention_names(model))
     if which.endswith("feature_maps") and not in_maps:
         raise InputError(f"trainable={which!r}, but the model has no trainable feature map: convert it first")
     if which == "converted" and not places:
@@ -60,13 +60,13 @@ def trainable_names(model: nnx.Module, which: str) -> set[str]:
     return choices[which]
 
 
-def linear_places(model: LanguageModel) -> list[str]:
+def linear_attention_names(model: LanguageModel) -> list[str]:
     """Where attention is an RNN: `3.cross` is the cross attention of layer 3."""
     places = ((layer, name) for layer in range(len(model.blocks)) for name in ("attention", "cross"))
     return [f"{layer}.{name}" for layer, name in places if is_linear(getattr(model.blocks[layer], name, None))]
 
 
-def count(arrays: dict[str, Any]) -> int:
+def parameter_count(arrays: dict[str, Any]) -> int:
     """How many numbers there are."""
     return sum(int(np.prod(array.shape)) for array in arrays.values())
 

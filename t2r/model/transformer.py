@@ -10,14 +10,14 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from t2r.attention import softmax
-from t2r.attention.dropout import dropout, relu_and_dropout
-from t2r.attention.module import Heads, LinearAttention, MergedLinearAttention, SoftmaxAttention, State
+from t2r.attention.module import AttentionShape, LinearAttention, MergedLinearAttention, SoftmaxAttention, State
 from t2r.attention.softmax import KVCache
+from t2r.dropout import dropout, relu_and_dropout
 from t2r.errors import InputError
+from t2r.kernels.layer_dropout import run_or_skip
 from t2r.layout import HIDDEN, KV_CACHE, LINEAR_STATE, constrain
 from t2r.model.config import AttentionSpec, ModelConfig
 from t2r.model.embedding import PlainEmbedding, make_embedding, sinusoids
-from t2r.model.layer_dropout import run_or_skip
 
 ACTIVATIONS = {
     "relu": jax.nn.relu,
@@ -60,7 +60,7 @@ def make_norm(config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
     return kind(config.width, epsilon=config.norm_eps, dtype=jnp.dtype(config.dtype), rngs=rngs)
 
 
-def make_attention(shape: Heads, spec: AttentionSpec, *, rngs: nnx.Rngs) -> nnx.Module:
+def make_attention(shape: AttentionShape, spec: AttentionSpec, *, rngs: nnx.Rngs) -> nnx.Module:
     """The attention module a spec asks for."""
     if spec.kind == "softmax":
         return SoftmaxAttention(shape, rngs=rngs)
@@ -105,10 +105,10 @@ class Block(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.attention_norm = make_norm(config, rngs=rngs)
-        self.attention = make_attention(config.heads_of(spec), spec, rngs=rngs)
+        self.attention = make_attention(config.shape_of(spec), spec, rngs=rngs)
         if cross is not None:
             self.cross_norm = make_norm(config, rngs=rngs)
-            self.cross = make_attention(config.cross_heads, cross, rngs=rngs)
+            self.cross = make_attention(config.cross_shape, cross, rngs=rngs)
         self.feedforward_norm = make_norm(config, rngs=rngs)
         self.feedforward = FeedForward(config, rngs=rngs)
         if config.norm_placement == "both":
@@ -137,15 +137,15 @@ class Block(nnx.Module):
             if self.causal:
                 out, after = self.attention(x, state=state, mask=mask, positions=positions, key=attention_key)
             else:
-                memory = self.attention.remember(x, mask=mask, positions=positions, key=attention_key)
-                out, after = self.attention.recall(x, memory, positions=positions, key=attention_key), None
+                memory = self.attention.build_state(x, mask=mask, positions=positions, key=attention_key)
+                out, after = self.attention.query_state(x, memory, positions=positions, key=attention_key), None
             tell("attention", x, out)
             return out, after
 
         def attend_to_source(x: Array) -> tuple[Array, None]:
             # Several texts may be translations of one source (beams): they are so many more queries to it.
             queries = x.reshape(jax.tree.leaves(source)[0].shape[0], -1, x.shape[-1])
-            out = self.cross.recall(queries, source, key=_cross_key(key)).reshape(x.shape)
+            out = self.cross.query_state(queries, source, key=_cross_key(key)).reshape(x.shape)
             tell("cross", x, out)
             return out, None
 
@@ -171,9 +171,9 @@ class Block(nnx.Module):
         x = x + dropout(out, self.dropout, key, fold)
         return norm(x) if self.norm_placement == "after" else x, other
 
-    def remember(self, source: Float[Array, "b m width"], *, mask=None, key: PRNGKeyArray | None = None) -> State:
+    def source_state(self, source: Float[Array, "b m width"], *, mask=None, key: PRNGKeyArray | None = None) -> State:
         """What this layer keeps of an encoded source; in training, with the key of the call that will read it."""
-        return self.cross.remember(source, mask=mask, key=_cross_key(key))
+        return self.cross.build_state(source, mask=mask, key=_cross_key(key))
 
 
 def _cross_key(key: PRNGKeyArray | None) -> PRNGKeyArray | None:
@@ -295,8 +295,7 @@ class LanguageModel(nnx.Module):
         start = 0 if state is None else state.position[:, None]
         positions = start + jnp.cumsum(real, 1) - 1
         source = source if state is None else state.source
-        x = embed(self, self.embedding, tokens, positions)
-        x = dropout(x, self.config.dropout, key, 0)
+        x = dropout(self.embed(tokens, positions), self.config.dropout, key, 0)
         if state is None:
             x = run_layers(self.blocks, self.config, x, sources=source, mask=mask, positions=positions, key=key)
             return x if self.final_norm is None else self.final_norm(x), None
@@ -308,17 +307,21 @@ class LanguageModel(nnx.Module):
         x = x if self.final_norm is None else self.final_norm(x)
         return x, DecodeState(tuple(states), state.position + real.sum(1), state.source)
 
+    def embed(self, tokens: Int[Array, "b n"], positions: Int[Array, "b n"]) -> Float[Array, "b n width"]:
+        """The first layer's input."""
+        return embed(self, self.embedding, tokens, positions)
+
     def log_probs(self, hidden: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
         """Logarithms of the next token's probabilities."""
         return self.embedding.log_probs(hidden)
 
-    def scores(self, hidden: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
+    def logits(self, hidden: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
         """What these probabilities are the softmax of, computed as cheaply as possible."""
-        return self.embedding.scores(hidden)
+        return self.embedding.logits(hidden)
 
-    def likeliest(self, hidden: Float[Array, "*b width"]) -> Int[Array, "*b"]:
+    def greedy_token(self, hidden: Float[Array, "*b width"]) -> Int[Array, "*b"]:
         """The next token of greedy search."""
-        return jnp.argmax(self.scores(hidden), -1).astype(jnp.int32)
+        return jnp.argmax(self.logits(hidden), -1).astype(jnp.int32)
 
     def losses(
         self,
@@ -374,13 +377,13 @@ class Seq2Seq(LanguageModel):
         """The encoder's last hidden layer."""
         return self.encoder(source, mask, self.embedding, None if key is None else jax.random.fold_in(key, 2**16))
 
-    def remember(
+    def source_states(
         self, source: Int[Array, "b m"], mask: Bool[Array, "b m"], key: PRNGKeyArray | None = None
     ) -> tuple[State, ...]:
         """Each decoder layer's state of the source, built once per sentence: S and z, or keys and values."""
         hidden = self.encode(source, mask, key)
         return tuple(
-            constrain_state(block.remember(hidden, mask=mask, key=_layer_key(key, layer)))
+            constrain_state(block.source_state(hidden, mask=mask, key=_layer_key(key, layer)))
             for layer, block in enumerate(self.blocks)
         )
 

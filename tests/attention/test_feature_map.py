@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from t2r.attention.feature_map import T2R, Elu, Performer, Rfa, feature_map_class, orthogonal_gaussian
-from t2r.attention.module import Heads, make_feature_map
+from t2r.attention.module import AttentionShape, make_feature_map
 from t2r.errors import InputError
 
 
@@ -101,7 +101,7 @@ def test_rfa_draws_anew_in_training_and_not_in_evaluation():
 
 @pytest.mark.parametrize("name", ["t2r", "elu", "rfa", "performer"])
 def test_gradients_are_finite_at_zero(name):
-    phi = make_feature_map(Heads(8, 1, 1, 8, True), name, None, rngs=nnx.Rngs(0))
+    phi = make_feature_map(AttentionShape(8, 1, 1, 8, True), name, None, rngs=nnx.Rngs(0))
     gradient = jax.grad(lambda x: phi(x, is_query=False).values.sum())(jnp.zeros((1, 2, 1, 8)))
     assert np.isfinite(gradient).all()
 
@@ -109,7 +109,7 @@ def test_gradients_are_finite_at_zero(name):
 def test_bad_names_and_sizes_are_refused():
     with pytest.raises(InputError, match=r"'t2rr'.*t2r, elu, rfa, performer"):
         feature_map_class("t2rr")
-    shape = Heads(8, 1, 1, 8, True)
+    shape = AttentionShape(8, 1, 1, 8, True)
     for name, features, message in [("t2r", 0, "features=0"), ("elu", 4, "features=4"), ("rfa", 7, "features=7")]:
         with pytest.raises(InputError, match=message):
             make_feature_map(shape, name, features, rngs=nnx.Rngs(0))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from conftest import error
 from t2r.attention import linear
 from t2r.attention.feature_map import FEATURE_MAPS, Features
-from t2r.attention.module import Heads, make_feature_map
+from t2r.attention.module import AttentionShape, make_feature_map
 
 MAPS = sorted(FEATURE_MAPS)
 FORMS = {"quadratic": linear.quadratic, "chunked": linear.chunked, "recurrent": linear.recurrent}
@@ -43,7 +43,7 @@ class Inputs:
         batch, n, g, r, d = size.values()
         random = np.random.default_rng(seed)
         normal = lambda *shape: random.normal(size=shape).astype(np.float32)  # noqa: E731
-        shape = Heads(width=g * r * d, heads=g * r, kv_heads=g, head_dim=d, bias=True)
+        shape = AttentionShape(width=g * r * d, heads=g * r, kv_heads=g, head_dim=d, bias=True)
         self.phi = make_feature_map(shape, name, None if name == "elu" else 6, rngs=nnx.Rngs(0))
         self.q, self.k, self.v = (
             scale * normal(batch, n, g, r, d),

@@ -10,10 +10,10 @@ from flax import nnx
 
 from conftest import error
 from t2r.attention import linear, softmax
-from t2r.attention.module import Heads, LinearAttention, SoftmaxAttention
+from t2r.attention.module import AttentionShape, LinearAttention, SoftmaxAttention
 from t2r.attention.rotary import Rotary, rotate
 
-SHAPE = Heads(width=16, heads=4, kv_heads=2, head_dim=4, bias=True)
+SHAPE = AttentionShape(width=16, heads=4, kv_heads=2, head_dim=4, bias=True)
 KINDS = ["softmax", "t2r", "elu", "rfa", "performer"]
 
 
@@ -38,10 +38,10 @@ def test_causal_attention_does_not_see_the_future(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_cross_attention_is_the_whole_source_and_nothing_else(kind):
-    """remember and recall against attention over all pairs, with padding in the source."""
+    """build_state and query_state against attention over all pairs, with padding in the source."""
     attention, source, x = make(kind), sequence(7, 1), sequence(5, 2)
     mask = jnp.ones((2, 7), bool).at[1, 4:].set(False)
-    out = attention.recall(x, attention.remember(source, mask=mask))
+    out = attention.query_state(x, attention.build_state(source, mask=mask))
     if kind == "softmax":
         k, v = softmax.heads_first(attention.keys(source, None)), softmax.heads_first(attention.value(source))
         seen = softmax.attend(attention.queries(x, None), k, v, mask[:, None, :], SHAPE.query_scale)
@@ -49,7 +49,7 @@ def test_cross_attention_is_the_whole_source_and_nothing_else(kind):
         q, k = attention.query_features(x, None, None), attention.key_features(source, None, None)
         seen, _ = linear.quadratic(q, k, attention.value(source), attention.normalizer, mask=mask, causal=False)
     assert error(out, attention._finish(seen)) < 1e-5
-    alone = attention.recall(x[1:], attention.remember(source[1:, :4]))
+    alone = attention.query_state(x[1:], attention.build_state(source[1:, :4]))
     assert error(out[1:], alone) < 1e-5
 
 

@@ -8,10 +8,11 @@ import jax
 import pytest
 
 from conftest import micro, micro_mt
-from t2r.benchmark import compare, decode
-from t2r.benchmark.decode import Decoder, DoesNotFit, attention_bytes, generation_of_shapes, rounded_down
+from t2r.benchmark import decode, shared, steps
 from t2r.benchmark.floor import Machine, measure_machine, measured_crossover, predicted_crossover, state_bytes, step_of
-from t2r.benchmark.rows import ROWS, converted, default_rows, label, model_of_shapes, random_model
+from t2r.benchmark.models import ROWS, converted, default_rows, label, model_of_shapes, random_model
+from t2r.benchmark.shared import DoesNotFit
+from t2r.benchmark.steps import Decoder, attention_bytes, generation_of_shapes, rounded_down
 from t2r.model.config import preset
 
 PAPER_LM = preset("paper_lm", vocab_size=32_768, adaptive_cutoffs=(), layers=2)  # of 32, which are all alike
@@ -100,18 +101,19 @@ def test_the_crossover_is_where_the_bytes_are_equal():
 def test_the_largest_batch_fits_where_the_next_does_not(monkeypatch):
     decoder = Decoder(random_model(converted(micro(), "transformer"), "float32"), repeat_for=0)
     assert [rounded_down(count) for count in (0, 7, 100, 28_731)] == [0, 7, 96, 28_672]
-    free = decode.peak_bytes(decoder.program(16, 32, 4)[0])
-    monkeypatch.setattr(decode, "available_memory", lambda: free)
+    set_memory = lambda free: [monkeypatch.setattr(room, "available_memory", lambda: free) for room in (shared, steps)]  # noqa: E731
+    free = shared.peak_bytes(decoder.program(16, 32, 4)[0])
+    set_memory(free)
     speed, predicted = decoder.largest_batch(32, 4)
     assert 8 <= speed.batch <= predicted <= 24 and speed.steps == 4
-    monkeypatch.setattr(decode, "available_memory", lambda: 1000)
+    set_memory(1000)
     with pytest.raises(DoesNotFit):
         decoder.largest_batch(32, 4)
 
 
 @pytest.fixture
 def quick_bandwidth(monkeypatch):
-    monkeypatch.setattr(compare, "measure_machine", lambda: measure_machine(2**16))
+    monkeypatch.setattr(decode, "measure_machine", lambda: measure_machine(2**16))
 
 
 def test_decode_measures_and_goes_on(call, tmp_path, quick_bandwidth):

@@ -8,16 +8,17 @@ import pytest
 from ml_collections import ConfigDict
 
 from conftest import linear_spec, micro, micro_mt
-from t2r.benchmark.flops import training_flops
-from t2r.benchmark.topology import compile_training, devices_of, lower_decoding
+from t2r.batch import Batch
+from t2r.benchmark.compile import compile_training, devices_of, lower_decoding
+from t2r.benchmark.floor import training_flops
 from t2r.benchmark.train import measure, words
-from t2r.convert.swap import swap
+from t2r.conversion.swap import swap
 from t2r.errors import InputError
 from t2r.model.config import preset
-from t2r.model.loss import Batch, total_loss
+from t2r.model.loss import total_loss
 from t2r.model.parameters import abstract_model
-from t2r.train.config import architecture, default_config
-from t2r.train.sharding import make_mesh
+from t2r.training.config import architecture, default_config
+from t2r.training.sharding import make_mesh
 
 
 def shapes(rows, targets, sources=None):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from conftest import QUICK_TO_COMPILE, make_model, micro
-from t2r.convert import model_dir
 from t2r.data.sources import load_documents
+from t2r.store import model_dir
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ def model(tmp_path_factory):
     from t2r.data.tokenizer import SentencePiece
 
     path = tmp_path_factory.mktemp("models") / "transformer"
-    content = model_dir.Model(make_model(micro(vocab_size=300)), SentencePiece.train(PROSE, 300), {"history": []})
+    content = model_dir.LoadedModel(make_model(micro(vocab_size=300)), SentencePiece.train(PROSE, 300), {"history": []})
     model_dir.save(path, content)
     return path
 
@@ -86,7 +86,7 @@ def translator(tmp_path_factory):
     text = "\n".join(side for pair in number_pairs(1000) for side in pair)
     tokenizer = SentencePiece.train(text, 340, sentences=True)
     model = make_model(micro_mt(vocab_size=340, tied_output=False))
-    model_dir.save(path, model_dir.Model(model, TokenizerPair(tokenizer, tokenizer), {"history": []}))
+    model_dir.save(path, model_dir.LoadedModel(model, TokenizerPair(tokenizer, tokenizer), {"history": []}))
     return path
 
 

@@ -14,15 +14,15 @@ from safetensors.flax import load_file
 
 from conftest import error, make_model, micro, micro_mt
 from t2r.attention.feature_map import FEATURE_MAPS
-from t2r.convert import model_dir
-from t2r.convert.model_dir import Model
 from t2r.data.tokenizer import TokenizerPair, Words
 from t2r.export import formulas
 from t2r.export.directory import example
 from t2r.export.names import weight_rows
 from t2r.model.config import AttentionSpec
-from t2r.model.loss import remember
+from t2r.model.loss import source_states
 from t2r.model.parameters import abstract_model, arrays_of
+from t2r.store import model_dir
+from t2r.store.model_dir import LoadedModel
 
 TOKENS = np.random.default_rng(0).integers(4, 300, (2, 8)).astype(np.int32)
 T2R, MERGED, SOFTMAX = AttentionSpec("linear", "t2r", 8), AttentionSpec("merged", "t2r", 8), AttentionSpec()
@@ -59,7 +59,7 @@ def logits_of(model):
     """The logits of whole rows (2, 8), and for translation of their sources."""
 
     def logits(tokens, source):
-        return model.scores(model(tokens, source=None if source is None else remember(model, source))[0])
+        return model.logits(model(tokens, source=None if source is None else source_states(model, source))[0])
 
     compiled = jax.jit(logits)
     return lambda tokens, source=None: np.asarray(compiled(tokens, source))
@@ -70,8 +70,8 @@ def greedy(logits, prompt: list[int], written: list[int], stop: int, **inputs) -
     row = [*prompt, *written]
     tokens = np.zeros(TOKENS.shape, np.int32)
     tokens[0, : len(row) - 1] = row[:-1]
-    likeliest = logits(tokens, **inputs)[0].argmax(-1)[len(prompt) - 1 : len(row) - 1]
-    assert written == likeliest.tolist() and stop not in written[:-1]
+    greedy_token = logits(tokens, **inputs)[0].argmax(-1)[len(prompt) - 1 : len(row) - 1]
+    assert written == greedy_token.tolist() and stop not in written[:-1]
 
 
 LANGUAGE_MODELS = {
@@ -92,7 +92,7 @@ def test_a_language_model_steps_as_it_does_here(kind, tmp_path, tokenizer, call)
     """Two kinds of linear attention; a rotary hybrid; a transformer, for two texts, in half the bytes."""
     config, flags = LANGUAGE_MODELS[kind]
     model, out = make_model(config), tmp_path / "out"
-    model_dir.save(tmp_path / "model", Model(model, tokenizer, {"history": []}))
+    model_dir.save(tmp_path / "model", LoadedModel(model, tokenizer, {"history": []}))
     status, result = call("export", f"--model={tmp_path}/model", f"--output={out}", *flags)
     assert status == 0, result
     assert result["files"].keys() == {path.name for path in out.iterdir()} >= {"tokenizer.model", "README.md"}
@@ -169,7 +169,7 @@ def test_a_translation_model_reads_and_steps_as_it_does_here(tmp_path, tokenizer
     """Linear and softmax layers, causal and cross; sources of two lengths; a tokenizer for each side."""
     model = make_model(micro_mt(vocab_size=300, attention=(T2R, SOFTMAX), cross_attention=(T2R, SOFTMAX)))
     pair, out = TokenizerPair(tokenizer, type(tokenizer)(tokenizer._model)), tmp_path / "out"
-    model_dir.save(tmp_path / "model", Model(model, pair, {"history": []}))
+    model_dir.save(tmp_path / "model", LoadedModel(model, pair, {"history": []}))
     status, result = call("export", f"--model={tmp_path}/model", f"--output={out}", "--capacity=8")
     assert status == 0 and result["longest"] == 8, result
     weights, encode, step = loaded(out, "encode")
@@ -217,7 +217,7 @@ def test_every_array_of_every_model_is_documented():
 
 def test_what_cannot_be_exported_is_said_and_nothing_is_left(tmp_path, tokenizer, call):
     path = tmp_path / "model"
-    model_dir.save(path, Model(make_model(micro(vocab_size=300)), tokenizer, {"history": []}))
+    model_dir.save(path, LoadedModel(make_model(micro(vocab_size=300)), tokenizer, {"history": []}))
 
     def refused(*flags: str) -> str:
         status, printed = call("export", *flags)

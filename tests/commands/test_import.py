@@ -11,12 +11,12 @@ import pytest
 import sentencepiece
 
 from conftest import PROSE, error
-from t2r.convert import model_dir, tensors
-from t2r.data.tokenizer import SentencePiece, stops_of
+from t2r.data.tokenizer import SentencePiece, stop_ids
 from t2r.decode import beam
-from t2r.decode.generate import go_on, start_translation
-from t2r.evaluate.logits import logits_of
-from tests.convert.make_references import FOLDER
+from t2r.decode.generate import generate_tokens, prefill_translation
+from t2r.evaluation.logits import logits_of
+from t2r.store import model_dir, tensors
+from tests.importers.make_references import FOLDER
 
 
 def with_tokenizer(folder):
@@ -42,7 +42,7 @@ def test_a_language_model_comes_with_its_tokenizer(tmp_path, call):
     _, tokenizer, provenance = model_dir.load(tmp_path / "ours")
     assert provenance["history"][0]["action"] == "import"
     assert tokenizer.begins and (tokenizer.end, tokenizer.stop) == (1, 2)
-    assert stops_of(tokenizer) == (2, 5, 1), "all that its generation_config names, and a second beginning"
+    assert stop_ids(tokenizer) == (2, 5, 1), "all that its generation_config names, and a second beginning"
     text = "The quick fox counts two boats"
     assert tokenizer.encode(text) == tokens.encode(text, add_special_tokens=False).ids
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -85,7 +85,7 @@ def test_a_model_of_many_languages_translates_from_one_into_another(tmp_path, ca
         logits = logits_of(model, {"input_ids": rows, "decoder_input_ids": np.array([written])})
         written.append(int(logits[0, -1].argmax()))
     (found,) = beam.translate(model, rows, start=(2, 6), end=2, beam=beam.Beam(1), limits=[5])[0]
-    sampled = go_on(model, start_translation(model, rows, 5, start=(2, 6)), 5, end=2)[1][0]
+    sampled = generate_tokens(model, prefill_translation(model, rows, 5, start=(2, 6)), 5, end=2)[1][0]
     expected = written[2:][: written[2:].index(2)] if 2 in written[2:] else written[2:]
     assert found.tokens == sampled == expected
     best = beam.translate(model, rows, start=(2, 6), end=2, beam=beam.Beam(3), limits=[5])[0][0]
@@ -121,7 +121,7 @@ def test_a_translation_model_comes_with_its_pieces(tmp_path, call):
 HIGH_WATER = """
 import importlib, sys
 from absl import flags
-from t2r.convert import model_dir
+from t2r.store import model_dir
 
 command = importlib.import_module("t2r.commands.import")
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from t2r.batch import PADDING
 from t2r.data.buckets import Buckets, Encoded, EncodedPairs, choose_bounds
 from t2r.data.pairs import is_pairs, load_pairs, split_of
 from t2r.data.prepared import prepare_tokenizers
 from t2r.data.tokenizer import load_pair
 from t2r.errors import InputError
-from t2r.model.loss import PADDING
 
 NUMBERS = "builtin:numbers-en-de"
 

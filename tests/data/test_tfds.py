@@ -13,7 +13,7 @@ from t2r.data.sources import load_documents
 from t2r.data.tfds_builders import articles
 from t2r.data.tokenizer import Words
 from t2r.errors import InputError
-from tests.train.runs import ROOT, environment
+from tests.training.runs import ROOT, environment
 
 ARTICLE = (
     " \n = Title {i} = \n \n Text of <unk> , number {i} = {i} . \n \n = = Section = = \n \n More , of {split} . \n"

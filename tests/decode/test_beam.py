@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import make_model, micro_mt
-from t2r.convert.merge import merge
-from t2r.convert.swap import swap
+from t2r.batch import PADDING
+from t2r.conversion.merge import merge
+from t2r.conversion.swap import swap
 from t2r.decode.beam import Beam, score, translate
-from t2r.decode.generate import go_on, start_translation
+from t2r.decode.generate import generate_tokens, prefill_translation
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError
-from t2r.model.loss import PADDING
 from t2r.model.transformer import Seq2Seq
 
 END = 5  # a token that these random models sometimes like
@@ -103,7 +103,7 @@ def naive_search(next_log_probs, beam, limit):
 @functools.partial(jax.jit, static_argnums=0)
 def all_log_probs(graph, arrays, source, tokens):
     model = nnx.merge(graph, arrays)
-    return model.log_probs(model(tokens, source=model.remember(jnp.maximum(source, 0), source != PADDING))[0])
+    return model.log_probs(model(tokens, source=model.source_states(jnp.maximum(source, 0), source != PADDING))[0])
 
 
 @pytest.mark.parametrize(("size", "penalty", "early"), [(1, 0.6, True), (3, 0.0, True), (3, 0.6, False)])
@@ -144,8 +144,8 @@ def test_batches_padding_greedy_and_rescoring(kind):
 
     limit = 8
     narrow = translate(model, sources_of(rows, 12), end=END, beam=Beam(1), limits=[limit] * 3)
-    generation = start_translation(model, sources_of(rows, 12), limit, start=END)
-    _, greedy = go_on(model, generation, limit, end=END)
+    generation = prefill_translation(model, sources_of(rows, 12), limit, start=END)
+    _, greedy = generate_tokens(model, generation, limit, end=END)
     assert [hypotheses[0].tokens for hypotheses in narrow] == greedy
 
 
@@ -181,7 +181,9 @@ def test_sampled_translations_follow_their_seed():
     model = model_of("hybrid")
     sources = sources_of(random_sources([5, 3], 12), 5)
     texts = [
-        go_on(model, start_translation(model, sources, 9, start=END, seed=s), 9, end=END, sampling=Sampling(1.0))[1]
+        generate_tokens(
+            model, prefill_translation(model, sources, 9, start=END, seed=s), 9, end=END, sampling=Sampling(1.0)
+        )[1]
         for s in (1, 1, 2)
     ]
     assert texts[0] == texts[1] != texts[2]

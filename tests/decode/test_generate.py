@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from conftest import error, make_model, micro, random_tokens
-from t2r.benchmark.decode import linear_state_bytes, measure
-from t2r.convert.merge import merge
-from t2r.convert.swap import swap
+from t2r.benchmark.steps import linear_state_bytes, measure
+from t2r.conversion.merge import merge
+from t2r.conversion.swap import swap
 from t2r.decode import generate
-from t2r.decode.generate import fork, go_on, read, start, state_bytes
+from t2r.decode.generate import append_prompts, fork, generate_tokens, prefill, state_bytes
 from t2r.decode.sampling import Sampling, choose
 from t2r.decode.state_file import load_generation, save_generation
 from t2r.errors import InputError
@@ -39,7 +39,7 @@ def test_greedy_decoding_is_the_argmax_of_the_whole_model_for_any_batch(kind):
     """Unequal prompts, prefilled in chunks, against one full forward pass over each result."""
     model = model_of(kind)
     prompts = [prompt(11, 1), prompt(3, 2), prompt(1, 3)]
-    _, rows = go_on(model, start(model, prompts, 6, chunk=4), 6, end=NO_END, segment=4)
+    _, rows = generate_tokens(model, prefill(model, prompts, 6, chunk=4), 6, end=NO_END, segment=4)
     forward = jax.jit(lambda tokens: jnp.argmax(model.log_probs(model(tokens)[0]), -1))
     for given, made in zip(prompts, rows):
         text = given + made
@@ -50,15 +50,17 @@ def test_greedy_decoding_is_the_argmax_of_the_whole_model_for_any_batch(kind):
 def test_a_state_is_saved_loaded_forked_and_continued(kind, tmp_path):
     model = model_of(kind)
     sampling = Sampling(temperature=1.0)
-    whole_state, whole = go_on(model, start(model, [prompt(5), prompt(2, 1)], 12), 12, end=NO_END, sampling=sampling)
-    half, first = go_on(model, start(model, [prompt(5), prompt(2, 1)], 4), 4, end=NO_END, sampling=sampling)
+    whole_state, whole = generate_tokens(
+        model, prefill(model, [prompt(5), prompt(2, 1)], 12), 12, end=NO_END, sampling=sampling
+    )
+    half, first = generate_tokens(model, prefill(model, [prompt(5), prompt(2, 1)], 4), 4, end=NO_END, sampling=sampling)
     save_generation(tmp_path / "state", half)
     loaded = load_generation(tmp_path / "state", model)
     copies = fork(loaded, 2)
-    end_state, second = go_on(model, loaded, 8, end=NO_END, sampling=sampling)
+    end_state, second = generate_tokens(model, loaded, 8, end=NO_END, sampling=sampling)
     assert [a + b for a, b in zip(first, second)] == whole
     assert error(end_state.state.position, whole_state.state.position) == 0
-    _, forked = go_on(
+    _, forked = generate_tokens(
         model, copies, 8, end=NO_END
     )  # greedy: copies of one text stay alike, and differ from the other's
     assert len(forked) == 4 and forked[0] == forked[1] and forked[2] == forked[3] and forked[0] != forked[2]
@@ -68,27 +70,29 @@ def test_a_state_is_saved_loaded_forked_and_continued(kind, tmp_path):
 def test_reading_on_is_reading_at_once(kind):
     """A prompt in two parts, with generated text in between, against the same tokens as one prompt."""
     model = model_of(kind)
-    generation, rows = go_on(model, start(model, [prompt(4)], 20), 3, end=NO_END)
-    generation = read(model, generation, [prompt(6, 5)])
-    _, after = go_on(model, generation, 5, end=NO_END)
-    _, expected = go_on(model, start(model, [prompt(4) + rows[0] + prompt(6, 5)], 5), 5, end=NO_END)
+    generation, rows = generate_tokens(model, prefill(model, [prompt(4)], 20), 3, end=NO_END)
+    generation = append_prompts(model, generation, [prompt(6, 5)])
+    _, after = generate_tokens(model, generation, 5, end=NO_END)
+    _, expected = generate_tokens(model, prefill(model, [prompt(4) + rows[0] + prompt(6, 5)], 5), 5, end=NO_END)
     assert after == expected
-    one = read(model, start(model, [prompt(1)], 9), [prompt(3, 5)])  # a single token is not forgotten either
-    _, expected = go_on(model, start(model, [prompt(1) + prompt(3, 5)], 5), 5, end=NO_END)
-    assert go_on(model, one, 5, end=NO_END)[1] == expected
+    one = append_prompts(
+        model, prefill(model, [prompt(1)], 9), [prompt(3, 5)]
+    )  # a single token is not forgotten either
+    _, expected = generate_tokens(model, prefill(model, [prompt(1) + prompt(3, 5)], 5), 5, end=NO_END)
+    assert generate_tokens(model, one, 5, end=NO_END)[1] == expected
 
 
 def test_texts_stop_at_their_end_and_the_rest_go_on():
     model = model_of("merged")
     prompts = [prompt(3, seed) for seed in range(4)]
-    _, free = go_on(model, start(model, prompts, 10), 10, end=NO_END)
+    _, free = generate_tokens(model, prefill(model, prompts, 10), 10, end=NO_END)
     end = free[0][4]
     seen = []
-    _, rows = go_on(model, start(model, prompts, 10), 10, end=end, segment=2, on_tokens=seen.append)
+    _, rows = generate_tokens(model, prefill(model, prompts, 10), 10, end=end, segment=2, on_tokens=seen.append)
     assert rows == [row[: row.index(end)] if end in row else row for row in free]
     assert np.concatenate(seen, 1).shape[1] <= 10
     ends = free[0][6], end  # as of models that end texts in several ways: whichever comes first
-    _, one = go_on(model, start(model, prompts[:1], 10), 10, end=ends, segment=2)
+    _, one = generate_tokens(model, prefill(model, prompts[:1], 10), 10, end=ends, segment=2)
     assert one == rows[:1]
 
 
@@ -97,16 +101,16 @@ def test_a_text_that_has_ended_waits_unchanged_for_the_others(kind):
     """Read on after its end, it goes on as if it had been alone."""
     model = model_of(kind)
     candidates = [prompt(3, seed) for seed in range(8)]
-    _, free = go_on(model, start(model, candidates, 9), 9, end=NO_END)
+    _, free = generate_tokens(model, prefill(model, candidates, 9), 9, end=NO_END)
     # Two texts, one of which early writes what the other never does: let that be the end.
     i, j, end = next(
         (i, j, token) for i in range(8) for j in range(8) for token in free[i][:4] if i != j and token not in free[j]
     )
     prompts, made = [candidates[i], candidates[j]], free[i][: free[i].index(end) + 1]
-    generation, _ = go_on(model, start(model, prompts, 20), 9, end=end)
+    generation, _ = generate_tokens(model, prefill(model, prompts, 20), 9, end=end)
     assert generation.state.position.tolist() == [3 + len(made) - 1, 3 + 9 - 1]
-    _, after = go_on(model, read(model, generation, [prompt(2, 7), prompt(4, 8)]), 6, end=NO_END)
-    _, expected = go_on(model, start(model, [prompts[0] + made + prompt(2, 7)], 6), 6, end=NO_END)
+    _, after = generate_tokens(model, append_prompts(model, generation, [prompt(2, 7), prompt(4, 8)]), 6, end=NO_END)
+    _, expected = generate_tokens(model, prefill(model, [prompts[0] + made + prompt(2, 7)], 6), 6, end=NO_END)
     assert after[:1] == expected
 
 
@@ -124,7 +128,8 @@ def test_sampling_keeps_to_its_limits_and_to_its_seed():
     assert draw(temperature=0.05) == {0}
     model = model_of("merged")
     texts = [
-        go_on(model, start(model, [prompt(3)], 9, seed=s), 9, end=NO_END, sampling=Sampling(1.0))[1] for s in (1, 1, 2)
+        generate_tokens(model, prefill(model, [prompt(3)], 9, seed=s), 9, end=NO_END, sampling=Sampling(1.0))[1]
+        for s in (1, 1, 2)
     ]
     assert texts[0] == texts[1] != texts[2]
     with pytest.raises(InputError, match=r"temperature=-1(.|\n)*top_k=-2(.|\n)*top_p=0"):
@@ -135,7 +140,7 @@ def test_the_state_of_an_rnn_is_constant_and_as_large_as_the_formula_says():
     rnn, transformer = model_of("merged"), model_of("softmax")
     sizes = [state_bytes(rnn, 16, length) for length in (1, 64, 4096)]
     assert set(sizes) == {linear_state_bytes(layers=2, batch=16, heads=2, features=8, head_dim=16)}
-    actual = start(rnn, [prompt(2)] * 16, 50).state.layers
+    actual = prefill(rnn, [prompt(2)] * 16, 50).state.layers
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(actual)) == sizes[0]
     assert state_bytes(transformer, 16, 4096) > 60 * state_bytes(transformer, 16, 64)
 
@@ -148,10 +153,10 @@ def test_the_benchmark_counts_what_it_generates():
 def test_a_length_that_does_not_fit_is_said_before_starting(monkeypatch):
     model = model_of("softmax")
     with pytest.raises(InputError, match=r"GiB are free: generate at most [\d,]+ tokens"):
-        start(model, [prompt(3)], 10**12)
+        prefill(model, [prompt(3)], 10**12)
     monkeypatch.setattr(generate, "available_memory", lambda: 10_000)
     with pytest.raises(InputError, match="convert the softmax layers") as raised:
-        start(model, [prompt(3)], 1000)
+        prefill(model, [prompt(3)], 1000)
     fits = int(str(raised.value).split("at most ")[1].split(" ")[0].replace(",", ""))
     assert state_bytes(model, 1, fits) <= 10_000 < state_bytes(model, 1, fits + 2)
 
@@ -159,16 +164,16 @@ def test_a_length_that_does_not_fit_is_said_before_starting(monkeypatch):
 def test_prompts_that_cannot_be_are_refused():
     learned = make_model(micro(positions="learned", max_positions=8))
     with pytest.raises(InputError, match=r"12 tokens are more than .*max_positions=8"):
-        start(learned, [prompt(10)], 2)
-    generation, _ = go_on(learned, start(learned, [prompt(4)], 4), 2, end=NO_END)
+        prefill(learned, [prompt(10)], 2)
+    generation, _ = generate_tokens(learned, prefill(learned, [prompt(4)], 4), 2, end=NO_END)
     with pytest.raises(InputError, match="max_positions=8"):
-        go_on(learned, generation, 9, end=NO_END)
+        generate_tokens(learned, generation, 9, end=NO_END)
     with pytest.raises(InputError, match="at least one token"):
-        start(learned, [[]], 2)
+        prefill(learned, [[]], 2)
 
 
 def test_a_state_of_another_model_is_refused(tmp_path):
-    generation = start(model_of("merged"), [prompt(3)], 4)
+    generation = prefill(model_of("merged"), [prompt(3)], 4)
     save_generation(tmp_path / "state", generation)
     with pytest.raises(InputError, match=r"another kind of model(.|\n)*state\.layers\.0"):
         load_generation(tmp_path / "state", model_of("softmax"))

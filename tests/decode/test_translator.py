@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from conftest import make_model, micro, micro_mt
-from t2r.convert.model_dir import Model
-from t2r.convert.swap import swap
+from t2r.conversion.swap import swap
 from t2r.data.pairs import number_pairs
 from t2r.data.tokenizer import SentencePiece, TokenizerPair
 from t2r.decode.beam import Beam
 from t2r.decode.sampling import Sampling
-from t2r.decode.translator import Options, pad, translate_lines
+from t2r.decode.translator import TranslateOptions, pad, translate_lines
 from t2r.errors import InputError
+from t2r.store.model_dir import LoadedModel
 
 LINES = [
     "one",
@@ -29,14 +29,14 @@ def content():
     text = "\n".join(side for pair in number_pairs(1000) for side in pair)
     tokenizer = SentencePiece.train(text, 340, sentences=True)
     model = swap(make_model(micro_mt(layers=1, vocab_size=340, tied_output=False)), features=4, cross_features=8)
-    return Model(model, TokenizerPair(tokenizer, tokenizer), {"history": []})
+    return LoadedModel(model, TokenizerPair(tokenizer, tokenizer), {"history": []})
 
 
 def test_each_line_has_its_translations_in_its_place(content):
     seen = []
-    found = translate_lines(content, LINES, Options(beam=Beam(3), batch=4), on_batch=seen.append)
+    found = translate_lines(content, LINES, TranslateOptions(beam=Beam(3), batch=4), on_batch=seen.append)
     assert sum(seen) == len(LINES) == len(found)
-    alone = translate_lines(content, LINES[2:3], Options(beam=Beam(3), batch=4))[0]
+    alone = translate_lines(content, LINES[2:3], TranslateOptions(beam=Beam(3), batch=4))[0]
     assert [t.text for t in found[2]] == [t.text for t in alone] and len(alone) == 3
     np.testing.assert_allclose([t.score for t in found[2]], [t.score for t in alone], rtol=1e-4)
     for empty in (1, 3):
@@ -47,14 +47,14 @@ def test_each_line_has_its_translations_in_its_place(content):
 
 
 def test_sampling_needs_no_beam(content):
-    options = Options(sampling=Sampling(1.0), seed=1, batch=4)
+    options = TranslateOptions(sampling=Sampling(1.0), seed=1, batch=4)
     first, again = translate_lines(content, LINES, options), translate_lines(content, LINES, options)
     assert first == again != translate_lines(content, LINES, options._replace(seed=2))
     assert all(len(translations) == 1 for translations in first)
 
 
 def test_lines_that_are_too_long_are_named_or_cut(content):
-    options = Options(batch=4, max_source=6)
+    options = TranslateOptions(batch=4, max_source=6)
     with pytest.raises(InputError, match=r"max_source=6 tokens: line 13 \(\d+\)"):
         translate_lines(content, LINES, options, first_line=11)
     said = []
@@ -68,4 +68,4 @@ def test_batches_have_few_widths():
 
 def test_a_language_model_does_not_translate(tokenizer):
     with pytest.raises(InputError, match="language model"):
-        translate_lines(Model(make_model(micro(vocab_size=300)), tokenizer, {}), ["x"])
+        translate_lines(LoadedModel(make_model(micro(vocab_size=300)), tokenizer, {}), ["x"])

@@ -7,7 +7,7 @@ import pytest
 from conftest import micro
 from t2r.errors import InputError
 from t2r.model.config import AttentionSpec, ModelConfig, from_dict, preset
-from t2r.model.parameters import abstract_model, arrays_of, count
+from t2r.model.parameters import abstract_model, arrays_of, parameter_count
 
 
 def test_presets_have_the_papers_sizes():
@@ -18,14 +18,14 @@ def test_presets_have_the_papers_sizes():
     for name, layers, total in [("paper_lm", 32, 448_472_512), ("baevski_lm", 16, 246_932_928)]:
         config = preset(name)
         assert (config.layers, config.heads, config.head_dim, config.width) == (layers, 8, 128, 1024)
-        assert count(arrays_of(abstract_model(config))) == embedding + projections + layers * layer == total
+        assert parameter_count(arrays_of(abstract_model(config))) == embedding + projections + layers * layer == total
 
 
 def test_phi_adds_what_the_paper_says():
     """rk(d + 1) parameters a layer, less than 0.2% in all (§2.2)."""
     config = preset("paper_lm", layers=1)
     converted = config.replace(attention=(AttentionSpec("linear", "t2r", 32),))
-    added = count(arrays_of(abstract_model(converted))) - count(arrays_of(abstract_model(config)))
+    added = parameter_count(arrays_of(abstract_model(converted))) - parameter_count(arrays_of(abstract_model(config)))
     assert added == 8 * 32 * (128 + 1)
     assert 32 * added / 448_472_512 < 0.0025  # the paper's whole model, counted above; it says "less than 0.2%"
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from t2r.model import cross_entropy as module
-from t2r.model.cross_entropy import Scored, cross_entropy, distances
+from t2r.model.cross_entropy import LogitInputs, cross_entropy, distances
 from tests.conftest import error
 
 WORDS = 37
@@ -21,18 +21,18 @@ def small(monkeypatch):
     monkeypatch.setattr(module, "ALIGNED", 8)
 
 
-def scored(seed: int, *, bias: bool, width: int = 8) -> Scored:
+def scored(seed: int, *, bias: bool, width: int = 8) -> LogitInputs:
     keys = jax.random.split(jax.random.key(seed), 3)
     x, table = jax.random.normal(keys[0], (3, 4, width)), jax.random.normal(keys[1], (WORDS, width))
-    return Scored(x, table, jax.random.normal(keys[2], (WORDS,)) if bias else None)
+    return LogitInputs(x, table, jax.random.normal(keys[2], (WORDS,)) if bias else None)
 
 
-def log_probs(one: Scored) -> jax.Array:
+def log_probs(one: LogitInputs) -> jax.Array:
     logits = one.x @ one.table.T
     return jax.nn.log_softmax(logits if one.bias is None else logits + one.bias)
 
 
-def plain(student: Scored, targets, inside, smoothing, teacher, taught) -> jax.Array:
+def plain(student: LogitInputs, targets, inside, smoothing, teacher, taught) -> jax.Array:
     logs = log_probs(student)
     wanted = (1 - smoothing) * jax.nn.one_hot(targets, WORDS) + smoothing / WORDS
     if teacher is not None:

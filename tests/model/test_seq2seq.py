@@ -9,11 +9,11 @@ import pytest
 from flax import nnx
 
 from conftest import error, make_model, micro_mt, random_tokens
-from t2r.convert.merge import merge
-from t2r.convert.swap import swap
+from t2r.conversion.merge import merge
+from t2r.conversion.swap import swap
 from t2r.errors import InputError
 from t2r.model.config import AttentionSpec, preset
-from t2r.model.parameters import abstract_model, arrays_of, count
+from t2r.model.parameters import abstract_model, arrays_of, parameter_count
 
 FAMILIES = {
     "paper": {},
@@ -43,7 +43,7 @@ def test_every_family_decodes_as_it_trains_and_uses_all_it_has(family):
 
     def whole(arrays):
         model = nnx.merge(graph, arrays)
-        memory = model.remember(source, mask)
+        memory = model.source_states(source, mask)
         hidden, _ = model(tokens, source=memory)
         state, pieces, first = model.init_state(2, 8, memory), [], 0
         for size in (3, 1, 4):
@@ -63,7 +63,7 @@ def test_every_family_decodes_as_it_trains_and_uses_all_it_has(family):
 def test_padding_of_the_source_changes_nothing_and_the_source_matters(kind):
     model = converted(kind, make_model(micro_mt(layers=1)))
     tokens, rows = random_tokens(2, 6, 2, vocab=60), random_tokens(2, 9, 3, vocab=60)
-    translate = jax.jit(lambda source, mask: model(tokens, source=model.remember(source, mask))[0])
+    translate = jax.jit(lambda source, mask: model(tokens, source=model.source_states(source, mask))[0])
     alone = translate(rows, jnp.ones(rows.shape, bool))
     padded = jnp.concatenate([rows, random_tokens(2, 5, 4, vocab=60)], 1)
     assert error(translate(padded, jnp.arange(14) < jnp.array([[9], [9]])), alone) < 1e-5
@@ -76,7 +76,7 @@ def test_several_targets_of_one_source_share_its_state(kind):
     """As beams do: three texts and one source, against the source three times."""
     model = converted(kind, make_model(micro_mt()))
     tokens, source = random_tokens(6, 5, 1, vocab=60), random_tokens(2, 7, 2, vocab=60)
-    run = jax.jit(lambda source: model(tokens, source=model.remember(source, jnp.ones(source.shape, bool)))[0])
+    run = jax.jit(lambda source: model(tokens, source=model.source_states(source, jnp.ones(source.shape, bool)))[0])
     assert error(run(source), run(jnp.repeat(source, 3, 0))) < 1e-5
 
 
@@ -88,11 +88,11 @@ def test_random_features_of_source_and_target_are_drawn_together():
 
     @jax.jit
     def hidden(key):
-        return model(tokens, source=model.remember(source, mask, key), key=key)[0]
+        return model(tokens, source=model.source_states(source, mask, key), key=key)[0]
 
     @jax.jit
     def crossed(key, other):
-        return model(tokens, source=model.remember(source, mask, other), key=key)[0]
+        return model(tokens, source=model.source_states(source, mask, other), key=key)[0]
 
     keys = [jax.random.key(i) for i in range(8)]
     expected = hidden(None)
@@ -125,7 +125,7 @@ def test_merged_translation_models_are_unmerged_ones():
     merged = merge(model)
     assert [spec.kind for spec in merged.config.cross_attention] == ["merged", "softmax"]
     tokens, source = random_tokens(2, 5, 1, vocab=60), random_tokens(2, 7, 2, vocab=60)
-    run = lambda model: model(tokens, source=model.remember(source, jnp.ones(source.shape, bool)))[0]  # noqa: E731
+    run = lambda model: model(tokens, source=model.source_states(source, jnp.ones(source.shape, bool)))[0]  # noqa: E731
     assert error(jax.jit(lambda: run(merged))(), jax.jit(lambda: run(model))()) < 1e-5
     rotary = make_model(micro_mt(positions="rotary"))  # between two sentences nothing is rotated
     assert merge(swap(rotary, features=4, attention="cross")).config.cross_attention[0].kind == "merged"
@@ -140,10 +140,10 @@ def test_the_papers_model_has_the_papers_size():
     encoder, decoder = attention + feedforward + 2 * norm, 2 * attention + feedforward + 3 * norm
     expected = 32_768 * 1024 + 6 * (encoder + decoder)
     config = preset("paper_mt")
-    assert count(arrays_of(abstract_model(config))) == expected == 209_911_808
+    assert parameter_count(arrays_of(abstract_model(config))) == expected == 209_911_808
     assert (config.layers, config.encoder_layers, config.heads, config.head_dim) == (6, 6, 16, 64)
     separate = preset("paper_mt", shared_embedding=False)
-    assert count(arrays_of(abstract_model(separate))) == expected + 32_768 * 1024
+    assert parameter_count(arrays_of(abstract_model(separate))) == expected + 32_768 * 1024
 
 
 @pytest.mark.parametrize(

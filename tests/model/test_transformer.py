@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
 from conftest import error, linear_spec, make_model, micro, random_tokens
-from t2r.attention.dropout import dropout
+from t2r.dropout import dropout
 from t2r.errors import InputError
 from t2r.layout import AXES
 from t2r.model.config import AttentionSpec
 from t2r.model.embedding import AdaptiveEmbedding, sinusoids
 from t2r.model.transformer import Block, LanguageModel, check_length, run_layers
-from t2r.train.sharding import make_mesh
+from t2r.training.sharding import make_mesh
 
 KINDS = ["softmax", "t2r", "elu", "rfa", "performer"]
 

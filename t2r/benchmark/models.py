@@ -1,0 +1,205 @@
+"""The models that benchmarks compare: variants of an architecture, with random weights."""
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from t2r.conversion.swap import layers_to_keep
+from t2r.errors import InputError, raise_all
+from t2r.model.config import AttentionSpec, ModelConfig, preset
+from t2r.model.parameters import Arrays, abstract_model, arrays_of, with_arrays
+from t2r.model.transformer import LanguageModel, check_length
+from t2r.store import model_dir
+
+
+class Variant(NamedTuple):
+    """What takes the place of softmax, and where."""
+
+    label: str
+    feature_map: str | None = None  # None: softmax stays
+    keep: str = "none"
+    merged: bool = False
+    plain: bool = False  # the model's own step, also where there are kernels for it
+
+
+ROWS = {
+    "transformer": Variant("transformer"),
+    "t2r": Variant("T2R", "t2r", merged=True),
+    "t2r_unmerged": Variant("T2R, φ not merged", "t2r"),
+    "t2r_75": Variant("T2R 75%", "t2r", keep="every_4th", merged=True),
+    "elu": Variant("ELU", "elu"),
+    "rfa": Variant("RFA", "rfa"),
+    "transformer_plain": Variant("transformer, without kernels", plain=True),
+    "t2r_plain": Variant("T2R, without kernels", "t2r", merged=True, plain=True),
+}
+AS_IT_IS = "model"  # the row of an architecture that is not to be changed
+
+# The paper's feature sizes: of language models, and of causal and cross attention in translation. ELU has its own.
+FEATURES, CAUSAL_FEATURES, CROSS_FEATURES = 32, 4, 32
+
+
+def default_rows(config: ModelConfig) -> list[str]:
+    """Those of the paper's Figures 2 and 3, and for language models its 75%."""
+    return ["transformer", "t2r", "elu", "rfa"] + ([] if config.encoder_layers else ["t2r_75"])
+
+
+def converted(config: ModelConfig, name: str, *, features: int = 0, cross_features: int = 0) -> ModelConfig:
+    """The architecture of a row; feature sizes of 0 are the paper's. φ is merged where positions allow it."""
+    if name == AS_IT_IS:
+        return config
+    if name not in ROWS:
+        raise InputError(f"unknown row {name!r}: choose among {', '.join([*ROWS, AS_IT_IS])}")
+    row = ROWS[name]
+    kept = layers_to_keep(row.keep, config.layers)
+    merged = row.merged and config.positions != "rotary" and not config.query_norm
+    sizes = {"attention": features or (CAUSAL_FEATURES if config.encoder_layers else FEATURES)}
+    if config.encoder_layers:
+        sizes["cross_attention"] = cross_features or CROSS_FEATURES
+
+    def spec(old: AttentionSpec, layer: int, size: int) -> AttentionSpec:
+        if row.feature_map is None or layer in kept:
+            return dataclasses.replace(old, kind="softmax", feature_map=None, features=None)
+        size = None if row.feature_map == "elu" else size
+        kind = "merged" if merged else "linear"
+        return dataclasses.replace(old, kind=kind, feature_map=row.feature_map, features=size)
+
+    specs = {
+        field: tuple(spec(old, layer, size) for layer, old in enumerate(getattr(config, field)))
+        for field, size in sizes.items()
+    }
+    return dataclasses.replace(config, **specs)
+
+
+def label(name: str, config: ModelConfig) -> str:
+    """A row's name in plots; in translation with its feature sizes, cross and causal, as the paper writes them."""
+    if name not in ROWS:
+        return name
+    sizes = [
+        max((spec.features or 0 for spec in specs), default=0) for specs in (config.cross_attention, config.attention)
+    ]
+    return f"{ROWS[name].label} {sizes[0]}-{sizes[1]}" if all(sizes) else ROWS[name].label
+
+
+def model_of_shapes(config: ModelConfig, dtype: str) -> LanguageModel:
+    """A model for inference without numbers: activations and weights are of one type."""
+    model = abstract_model(dataclasses.replace(config, dtype=dtype))
+    shapes = {name: jax.ShapeDtypeStruct(array.shape, jnp.dtype(dtype)) for name, array in arrays_of(model).items()}
+    return with_arrays(model, shapes)
+
+
+def random_model(config: ModelConfig, dtype: str) -> LanguageModel:
+    """The same with random weights: speed does not depend on them."""
+    model = model_of_shapes(config, dtype)
+    return with_arrays(model, random_weights(arrays_of(model)))
+
+
+def random_weights(shapes: Arrays) -> Arrays:
+    """Small normal numbers, made on the device; norms are ones, biases zero."""
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+
+    def array(name: str, like: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
+        if name.endswith("scale"):
+            return jnp.ones(like.shape, like.dtype)
+        if name.endswith("bias"):
+            return jnp.zeros(like.shape, like.dtype)
+        return normal(key, like.shape, like.dtype)
+
+    return {name: array(name, like, key) for (name, like), key in zip(shapes.items(), keys)}
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def normal(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
+    """Normal numbers of deviation 0.02."""
+    return (0.02 * jax.random.normal(key, shape, dtype)).astype(dtype)
+
+
+LENGTHS = [2**power for power in range(9, 16)]  # 512 to 32k
+
+
+class Request(NamedTuple):
+    """What a benchmark of decoding is to measure: which models, at which lengths."""
+
+    rows: dict[str, ModelConfig]  # by the names of the variants
+    lengths: list[int]
+    batch: int
+    dtype: str
+    identity: dict[str, Any]  # of the architecture, in results
+
+    @property
+    def title(self) -> str:
+        """The architecture and the batch, for plots."""
+        changed = ", ".join(self.identity["fields"])
+        return f"{self.identity['architecture']}{changed and f' ({changed})'}, batch {self.batch}"
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What all its measurements have in common."""
+        return {"batch": self.batch, "dtype": self.dtype, **self.identity}
+
+
+def make_request(
+    *,
+    preset: str | None = None,
+    model: str | None = None,
+    fields: Sequence[str] = (),
+    rows: Sequence[str] | None = None,
+    features: int = 0,
+    cross_features: int = 0,
+    lengths: Sequence[int] = LENGTHS,
+    batch: int = 16,
+    dtype: str = "bfloat16",
+) -> Request:
+    """Variants (`rows`) of an architecture: a preset's, or a model directory's, with fields such as "layers=4" changed.
+
+    All that is wrong with the rows is one error.
+    """
+    config = architecture(preset, model, fields)
+    lengths = sorted(lengths)
+    check_length(config, lengths[-1])
+    sizes = dict(features=features, cross_features=cross_features)
+    chosen, problems = {}, []
+    for name in rows or default_rows(config):
+        try:
+            chosen[name] = converted(config, name, **sizes)
+        except InputError as error:
+            problems.append(str(error))
+    raise_all("--rows:", problems)
+    digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
+    identity = {"architecture": preset or model, "fields": list(fields), **sizes, "digest": digest}
+    return Request(chosen, lengths, batch, dtype, identity)
+
+
+def architecture(preset_name: str | None, model: str | None, fields: Sequence[str]) -> ModelConfig:
+    """The architecture of a preset or of a model directory, with some fields changed."""
+    if (preset_name is None) == (model is None):
+        raise InputError("name an architecture: --preset=paper_lm, --preset=paper_mt, or --model=DIRECTORY")
+    changed = parse_fields(fields)
+    try:
+        if preset_name is not None:
+            return preset(preset_name, **changed)
+        return model_dir.load_config(model_dir.resolve(model)).replace(**changed)
+    except TypeError as error:  # a word for a number, or a number for a tuple
+        raise InputError(f"--field={' --field='.join(fields)}: a value of another kind is needed ({error})") from None
+
+
+def parse_fields(assignments: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE; a value is a number, True, False, a tuple such as (), or else a word."""
+    fields, problems = {}, []
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            problems.append(f"--field={assignment}: write NAME=VALUE, such as vocab_size=32768")
+            continue
+        try:
+            fields[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            fields[name] = value
+    raise_all("fields of the architecture:", problems)
+    return fields

@@ -1,0 +1,95 @@
+"""Prompts in, text out: what `t2r generate` does, for one prompt or a batch of them."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from t2r.data.tokenizer import Tokenizer, prompt_ids, stop_ids
+from t2r.decode.generate import Generation, append_prompts, generate_tokens, prefill, truncate_at_stop
+from t2r.decode.sampling import Sampling
+from t2r.decode.state_file import load_generation, save_generation
+from t2r.errors import InputError
+from t2r.store.model_dir import LoadedModel
+
+# Tokens that are generated between two looks at them: few while somebody reads along, more otherwise.
+STREAMED_SEGMENT, SEGMENT = 8, 64
+
+
+class GeneratedText(NamedTuple):
+    """What follows each prompt, and what it took."""
+
+    texts: list[str]
+    tokens: int  # of all texts together
+    seconds: float
+    generation: Generation  # to go on from
+
+
+def generate_text(
+    loaded: LoadedModel,
+    prompts: Sequence[str] = (),
+    length: int = 100,
+    *,
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    load_state: str | Path | None = None,
+    save_state: str | Path | None = None,
+    on_text: Callable[[str], None] | None = None,
+) -> GeneratedText:
+    """Up to `length` tokens after each prompt, greedily unless `sampling` says otherwise; without prompts, one text
+    from nothing. `load_state` goes on from a saved state, `save_state` saves it; `on_text` is called with each new
+    piece of a single text as it is generated."""
+    model, tokenizer, _ = loaded
+    generation = _begin(loaded, prompts, length, seed, load_state)
+    stops = stop_ids(tokenizer)
+    single = len(generation.done) == 1
+    stream = TextStream(tokenizer, stops, on_text) if single and on_text else None
+    began = time.perf_counter()
+    generation, rows = generate_tokens(
+        model,
+        generation,
+        length,
+        end=stops,
+        sampling=sampling,
+        on_tokens=stream,
+        segment=STREAMED_SEGMENT if stream else SEGMENT,
+    )
+    seconds = time.perf_counter() - began
+    if stream:
+        stream.close()
+    if save_state:
+        save_generation(Path(save_state), generation)
+    return GeneratedText([tokenizer.decode(row) for row in rows], sum(map(len, rows)), seconds, generation)
+
+
+def _begin(
+    loaded: LoadedModel, prompts: Sequence[str], length: int, seed: int, load_state: str | Path | None
+) -> Generation:
+    model, tokenizer, _ = loaded
+    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    if load_state is None:
+        return prefill(model, [prompt_ids(tokenizer, ids) for ids in encoded or [[]]], length, seed=seed)
+    generation = load_generation(Path(load_state), model)
+    batch = len(generation.done)
+    if len(encoded) not in (0, batch):
+        raise InputError(f"{load_state} holds {batch} texts, there are {len(encoded)} prompts: give {batch} or none")
+    return append_prompts(model, generation, encoded) if encoded else generation
+
+
+class TextStream:
+    """Passes a text on as its tokens come; holds back a character that is not yet complete."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[int, ...], on_text: Callable[[str], None]):
+        self._tokenizer, self._stops, self._on_text = tokenizer, stops, on_text
+        self._ids, self._shown = [], 0
+
+    def __call__(self, tokens) -> None:
+        self._ids = truncate_at_stop([*self._ids, *(int(token) for token in tokens[0])], self._stops)
+        self._show(self._tokenizer.decode(self._ids).rstrip("\ufffd"))
+
+    def _show(self, text: str) -> None:
+        self._on_text(text[self._shown :])
+        self._shown = max(self._shown, len(text))
+
+    def close(self) -> None:
+        self._show(self._tokenizer.decode(self._ids))

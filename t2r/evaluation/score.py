@@ -1,0 +1,113 @@
+"""The scores of a model on data: perplexities of text, BLEU and chrF of translations."""
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from t2r.console import Progress
+from t2r.data.pairs import is_pairs, load_pairs
+from t2r.data.prepared import tokenize
+from t2r.data.sources import load_documents
+from t2r.data.tokenizer import Words
+from t2r.decode.beam import Beam
+from t2r.decode.translator import TranslateOptions, translate_lines
+from t2r.errors import InputError
+from t2r.evaluation.logits import logits_of
+from t2r.evaluation.perplexity import bits_per_byte, document_perplexity, per_word, perplexity
+from t2r.store.model_dir import LoadedModel
+
+
+def evaluate(loaded: LoadedModel, data: str, *, split: str | None = None, **options: Any) -> dict[str, Any]:
+    """Scores a model on data such as `text:FILE`: see `evaluate_text` and `evaluate_pairs` for the options."""
+    translates = bool(loaded.model.config.encoder_layers)
+    if is_pairs(data) != translates:
+        kinds = ("text", "a language model"), ("sentence pairs", "a translation model")
+        raise InputError(f"--data={data} is {kinds[is_pairs(data)][0]}, but the model is {kinds[translates][1]}")
+    score = evaluate_pairs if translates else evaluate_text
+    return score(loaded, data, split or default_split(data), **options)
+
+
+def default_split(data: str) -> str:
+    """All of a file, the test split of data that has one."""
+    return "test" if data.startswith(("builtin:", "tfds:")) else "all"
+
+
+def evaluate_text(
+    loaded: LoadedModel,
+    data: str,
+    split: str,
+    *,
+    documents: bool = False,
+    first: int | None = None,
+    window: int | None = None,
+    batch: int | None = None,
+) -> dict[str, Any]:
+    """Perplexities of a text, or with `documents` of its documents, each by itself; of the `first` so many only."""
+    model, tokenizer, _ = loaded
+    texts = load_documents(data, split)[:first]
+    options = dict(window=window, batch=batch or 8, start=tokenizer.end)
+    if documents:
+        scores = document_perplexity(model, [tokenizer.encode(text) for text in texts], **options)
+        return {"perplexity": scores.perplexity, "documents": len(texts), "tokens": scores.tokens}
+    tokens, text = tokenize(tokenizer, texts), "\n".join(texts)
+    scores = perplexity(model, tokens, **options)
+    result = {
+        "perplexity": scores.perplexity,
+        "perplexity_all": scores.perplexity_all,
+        "word_perplexity": per_word(scores, text),
+        "bits_per_byte": bits_per_byte(scores, text),
+        "tokens": scores.tokens,
+    }
+    if isinstance(tokenizer, Words):
+        # A word that the vocabulary lacks costs only as much as <unk>: no fair count of bits.
+        result["unknown_words"] = tokenizer.unknown(tokens)
+    return result
+
+
+def evaluate_pairs(
+    loaded: LoadedModel,
+    data: str,
+    split: str,
+    *,
+    beam: Beam = Beam(),
+    batch: int | None = None,
+    first: int | None = None,
+    tokenize: str = "13a",
+    moses: str | None = None,
+    split_compounds: bool = False,
+    output: str | Path | None = None,
+) -> dict[str, Any]:
+    """BLEU and chrF of the translations of all sources; `output` keeps sources, references and translations (TSV)."""
+    from t2r.evaluation.bleu import check_tokenizer, score_translations, tokenized_bleu
+
+    check_tokenizer(tokenize)
+    sources, references = zip(*itertools.islice(load_pairs(data, split), first))
+    began = time.perf_counter()
+    with Progress("translate", len(sources)) as progress:
+        options = TranslateOptions(beam=beam, batch=batch or 32)
+        found = translate_lines(loaded, sources, options, warn=progress.say, on_batch=progress.advance)
+    texts = [translations[0].text for translations in found]
+    result = score_translations(texts, list(references), tokenize=tokenize)
+    if moses:
+        result["tokenized_bleu"] = tokenized_bleu(
+            texts, list(references), language=moses, split_compounds=split_compounds
+        )
+    if output is not None:
+        rows = ("\t".join(row) + "\n" for row in zip(sources, references, texts))
+        Path(output).write_text("".join(rows), "utf-8")
+    result |= {"beam": beam.size, "length_penalty": beam.length_penalty, "early_stopping": beam.early_stopping}
+    return result | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def write_logits(loaded: LoadedModel, ids: str | Path, output: str | Path) -> dict[str, Any]:
+    """Logits of the ids in an .npz file, into another, to be compared with another library's."""
+    try:
+        arrays = dict(np.load(ids))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {ids}: {error}; give a file that numpy.savez has written") from None
+    logits = logits_of(loaded.model, arrays)
+    np.savez(output, logits=logits)
+    return {"logits": str(output), "shape": list(logits.shape)}

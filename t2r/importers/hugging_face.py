@@ -1,0 +1,467 @@
+"""Hugging Face directories: config.json, safetensors, tokenizer. One entry of `FAMILIES` for each kind of model."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from t2r.errors import InputError, raise_all
+from t2r.importers.names import TensorRule, bias_to_heads, from_heads, load, to_heads, transposed
+from t2r.model.config import AttentionSpec, ModelConfig, from_dict
+from t2r.store.tensors import Tensors
+
+Fields = dict[str, Any]
+ACTIVATIONS = {
+    "silu": "swish", "swish": "swish", "relu": "relu", "gelu": "gelu_exact", "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu", "gelu_fast": "gelu",
+}  # fmt: skip
+
+
+class Family(NamedTuple):
+    """What a kind of model's config means, and its tensors' names without `prefixes`."""
+
+    fields: Callable[[Fields], Fields]
+    rows: Callable[[Fields], list[TensorRule]]
+    prefixes: tuple[str, ...]
+    ignore: tuple[str, ...] = ()
+
+
+def load_checkpoint(folder: Path) -> tuple[ModelConfig, dict[str, np.ndarray], Fields]:
+    """A model's config and arrays, and the config as it was."""
+    try:
+        theirs = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        raise InputError(f"no {folder / 'config.json'}: give the directory of a Hugging Face model") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{folder / 'config.json'} is not JSON: {error}") from None
+    kind = theirs.get("model_type")
+    if kind in REFUSED:
+        raise InputError(f"{folder}: {kind} cannot be expressed here: {REFUSED[kind]}")
+    if kind not in FAMILIES:
+        raise InputError(f"{folder}: unknown model_type {kind!r}; known are {', '.join(sorted(FAMILIES))}")
+    family = FAMILIES[kind]
+    try:
+        config = from_dict(family.fields(theirs))
+    except KeyError as error:
+        raise InputError(f"{folder / 'config.json'} has no {error}, which {kind} needs") from None
+    tensors = _without_prefix(Tensors(folder), family.prefixes)
+    ignore = family.ignore + (("lm_head\\.weight",) if config.tied_output else ())
+    return config, load(config, family.rows(theirs), tensors, ignore=ignore), theirs
+
+
+def _without_prefix(tensors: Mapping[str, np.ndarray], prefixes: tuple[str, ...]) -> Mapping[str, np.ndarray]:
+    def short(name: str) -> str:
+        return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), name)
+
+    return _Renamed(tensors, {short(name): name for name in tensors})
+
+
+class _Renamed(Mapping):
+    def __init__(self, tensors: Mapping[str, np.ndarray], names: dict[str, str]):
+        self._tensors, self._names = tensors, names
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._tensors[self._names[name]]
+
+    def __iter__(self):
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def activation(c: Fields, name: str) -> str:
+    if c[name] not in ACTIVATIONS:
+        raise InputError(f"{name}={c[name]!r}: known are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[c[name]]
+
+
+# Llama and its relatives: rotary positions, RMS norms before each branch, gated feed-forwards.
+
+
+def rope_fields(c: Fields) -> Fields:
+    """Rotary positions, as old (rope_theta, rope_scaling) and new configs (rope_parameters) have them."""
+    scaling = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
+    theta = scaling.get("rope_theta", c.get("rope_theta", 10_000.0))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    fields: Fields = {"positions": "rotary", "rope_theta": theta}
+    if kind == "linear":
+        fields |= {"rope_scaling": "linear", "rope_factor": scaling["factor"]}
+    elif kind == "llama3":
+        fields |= {
+            "rope_scaling": "llama3", "rope_factor": scaling["factor"], "rope_low": scaling["low_freq_factor"],
+            "rope_high": scaling["high_freq_factor"], "rope_original": scaling["original_max_position_embeddings"],
+        }  # fmt: skip
+    elif kind != "default":
+        raise InputError(f"rope_type={kind!r} cannot be expressed here: default, linear and llama3 can")
+    return fields
+
+
+def llama_fields(c: Fields) -> Fields:
+    layers = c["num_hidden_layers"]
+    return rope_fields(c) | {
+        "vocab_size": c["vocab_size"],
+        "layers": layers,
+        "width": c["hidden_size"],
+        "heads": c["num_attention_heads"],
+        "kv_heads": c.get("num_key_value_heads") or c["num_attention_heads"],
+        "head_dim": c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
+        "feedforward": c["intermediate_size"],
+        "norm": "rms",
+        "norm_eps": c["rms_norm_eps"],
+        "activation": activation(c, "hidden_act"),
+        "gated": True,
+        "bias": c.get("attention_bias", False) or c.get("mlp_bias", False),
+        "scale_embedding": False,
+        "tied_output": c.get("tie_word_embeddings", False),
+        "attention": windows(c, layers),
+    }
+
+
+def windows(c: Fields, layers: int) -> list[Fields]:
+    """Which layers see only a sliding window."""
+    window = c.get("sliding_window") or 0
+    if c.get("use_sliding_window") is False:
+        window = 0
+    kinds = c.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
+    return [vars(AttentionSpec(window=window if kind == "sliding_attention" else 0)) for kind in kinds]
+
+
+def qwen2_fields(c: Fields) -> Fields:
+    if "layer_types" not in c and c.get("use_sliding_window"):
+        first = c.get("max_window_layers", 0)
+        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(c["num_hidden_layers"])]
+        c = {**c, "layer_types": kinds}
+    return llama_fields(c) | {"bias": False, "projection_bias": True}
+
+
+def qwen3_fields(c: Fields) -> Fields:
+    return qwen2_fields(c) | {"projection_bias": c.get("attention_bias", False), "query_norm": True}
+
+
+def mixed_biases(c: Fields) -> Fields:
+    fields = llama_fields(c)
+    if c.get("attention_bias", False) != c.get("mlp_bias", False):
+        raise_all(
+            "biases of only one of attention and feed-forward cannot be expressed here:",
+            [f"{name}={c.get(name, False)}" for name in ("attention_bias", "mlp_bias")],
+        )
+    return fields
+
+
+ATTENTION = [("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")]
+GATED = [("gate", "gate_proj"), ("up", "up_proj"), ("down", "down_proj")]
+
+
+def llama_rows(c: Fields, *, norm=None, norms: dict[str, str] | None = None) -> list[TensorRule]:
+    norm = norm or (lambda x, config: x)
+    norms = norms or {"attention_norm": "input_layernorm", "feedforward_norm": "post_attention_layernorm"}
+    rows = [
+        TensorRule("embedding.table", "embed_tokens.weight"),
+        TensorRule("embedding.output", "lm_head.weight"),
+        TensorRule("final_norm.scale", "norm.weight", norm),
+    ]
+    layer = "layers.{i}."
+    rows += [
+        TensorRule(f"blocks.{{i}}.{ours}.scale", f"{layer}{theirs}.weight", norm) for ours, theirs in norms.items()
+    ]
+    for ours, theirs in ATTENTION:
+        rows.append(TensorRule(f"blocks.{{i}}.attention.{ours}.kernel", f"{layer}self_attn.{theirs}.weight", to_heads))
+        rows.append(TensorRule(f"blocks.{{i}}.attention.{ours}.bias", f"{layer}self_attn.{theirs}.bias", bias_to_heads))
+    rows.append(TensorRule("blocks.{i}.attention.out.kernel", f"{layer}self_attn.o_proj.weight", from_heads))
+    rows.append(TensorRule("blocks.{i}.attention.out.bias", f"{layer}self_attn.o_proj.bias"))
+    for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+        rows.append(TensorRule(f"blocks.{{i}}.attention.{ours}.scale", f"{layer}self_attn.{theirs}.weight", norm))
+    for ours, theirs in GATED:
+        rows.append(TensorRule(f"blocks.{{i}}.feedforward.{ours}.kernel", f"{layer}mlp.{theirs}.weight", transposed))
+        rows.append(TensorRule(f"blocks.{{i}}.feedforward.{ours}.bias", f"{layer}mlp.{theirs}.bias"))
+    return rows
+
+
+# Gemma 3: norms on both sides of each branch, of queries and keys; windows in most layers, with positions of their own.
+
+
+def gemma3_fields(c: Fields) -> Fields:
+    rope = c.get("rope_parameters") or {}
+    whole = rope.get("full_attention") or c.get("rope_scaling") or {}
+    local = (rope.get("sliding_attention") or {}).get("rope_theta", c.get("rope_local_base_freq", 10_000.0))
+    theta = whole.get("rope_theta", c.get("rope_theta", 1_000_000.0))
+    layers = c["num_hidden_layers"]
+    every = c.get("sliding_window_pattern", 6)
+    kinds = c.get("layer_types") or [
+        "full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)
+    ]
+    if c.get("final_logit_softcapping") or c.get("attn_logit_softcapping"):
+        raise InputError("soft-capped logits cannot be expressed here")
+    specs = windows({**c, "layer_types": kinds}, layers)
+    for spec in specs:
+        spec["rope_theta"] = local if spec["window"] else None
+    base = {**c, "rope_parameters": {**whole, "rope_theta": theta}, "rope_scaling": None}
+    return llama_fields({**base, "hidden_act": c.get("hidden_activation", "gelu_pytorch_tanh")}) | {
+        "norm_placement": "both",
+        "query_norm": True,
+        "scale_embedding": True,
+        "tied_output": c.get("tie_word_embeddings", True),
+        "attention": specs,
+    }
+
+
+def gemma3_rows(c: Fields) -> list[TensorRule]:
+    norms = {
+        "attention_norm": "input_layernorm",
+        "attention_out_norm": "post_attention_layernorm",
+        "feedforward_norm": "pre_feedforward_layernorm",
+        "feedforward_out_norm": "post_feedforward_layernorm",
+    }
+    # Their norms multiply by 1 + w; their queries are scaled by a number of their own, which goes into the norm.
+    rows = llama_rows(c, norm=lambda x, config: 1 + x, norms=norms)
+    scale = c.get("query_pre_attn_scalar") or c["head_dim"]
+
+    def queries(x: np.ndarray, config: ModelConfig) -> np.ndarray:
+        return (1 + x) * (config.head_dim / scale) ** 0.5
+
+    return [row._replace(turn=queries) if row.ours.endswith("attention.query_norm.scale") else row for row in rows]
+
+
+# GPT-2: learned positions, fused projections, weights as (inputs, outputs).
+
+
+def gpt2_fields(c: Fields) -> Fields:
+    if c.get("scale_attn_by_inverse_layer_idx") or c.get("reorder_and_upcast_attn"):
+        raise InputError("scale_attn_by_inverse_layer_idx and reorder_and_upcast_attn cannot be expressed here")
+    return {
+        "vocab_size": c["vocab_size"], "layers": c["n_layer"], "width": c["n_embd"], "heads": c["n_head"],
+        "feedforward": c.get("n_inner") or 4 * c["n_embd"], "positions": "learned", "max_positions": c["n_positions"],
+        "norm_eps": c["layer_norm_epsilon"], "activation": activation(c, "activation_function"),
+        "scale_embedding": False, "tied_output": c.get("tie_word_embeddings", True),
+    }  # fmt: skip
+
+
+def third(which: int):
+    """Queries, keys or values of (inputs, 3 · width), as (inputs, heads, size); of a bias, (heads, size)."""
+
+    def turn(x: np.ndarray, config: ModelConfig) -> np.ndarray:
+        part = np.split(x, 3, -1)[which]
+        return part.reshape(*part.shape[:-1], -1, config.head_dim)
+
+    return turn
+
+
+def gpt2_rows(c: Fields) -> list[TensorRule]:
+    rows = [
+        TensorRule("embedding.table", "wte.weight"),
+        TensorRule("embedding.output", "lm_head.weight"),
+        TensorRule("positions", "wpe.weight"),
+    ]
+    norms = [
+        ("final_norm", "ln_f"),
+        ("blocks.{i}.attention_norm", "h.{i}.ln_1"),
+        ("blocks.{i}.feedforward_norm", "h.{i}.ln_2"),
+    ]
+    rows += layer_norms(norms)
+    for which, ours in enumerate(("query", "key", "value")):
+        rows.append(TensorRule(f"blocks.{{i}}.attention.{ours}.kernel", "h.{i}.attn.c_attn.weight", third(which)))
+        rows.append(TensorRule(f"blocks.{{i}}.attention.{ours}.bias", "h.{i}.attn.c_attn.bias", third(which)))
+    heads = lambda x, config: x.reshape(-1, config.head_dim, x.shape[-1])  # noqa: E731
+    rows.append(TensorRule("blocks.{i}.attention.out.kernel", "h.{i}.attn.c_proj.weight", heads))
+    rows.append(TensorRule("blocks.{i}.attention.out.bias", "h.{i}.attn.c_proj.bias"))
+    for ours, theirs in (("up", "c_fc"), ("down", "c_proj")):
+        rows.append(TensorRule(f"blocks.{{i}}.feedforward.{ours}.kernel", f"h.{{i}}.mlp.{theirs}.weight"))
+        rows.append(TensorRule(f"blocks.{{i}}.feedforward.{ours}.bias", f"h.{{i}}.mlp.{theirs}.bias"))
+    return rows
+
+
+def layer_norms(names: list[tuple[str, str]]) -> list[TensorRule]:
+    return [
+        TensorRule(f"{ours}.{mine}", f"{theirs}.{their}")
+        for ours, theirs in names
+        for mine, their in (("scale", "weight"), ("bias", "bias"))
+    ]
+
+
+# GPT-NeoX and Pythia: part of each head is turned; attention and feed-forward side by side.
+
+
+def neox_fields(c: Fields) -> Fields:
+    size = c["hidden_size"] // c["num_attention_heads"]
+    rope = c.get("rope_parameters") or {}
+    share = rope.get("partial_rotary_factor", c.get("rotary_pct", 0.25))
+    return rope_fields({**c, "rope_theta": c.get("rotary_emb_base", c.get("rope_theta", 10_000.0))}) | {
+        "vocab_size": c["vocab_size"], "layers": c["num_hidden_layers"], "width": c["hidden_size"],
+        "heads": c["num_attention_heads"], "feedforward": c["intermediate_size"], "rope_size": int(size * share),
+        "norm_eps": c["layer_norm_eps"], "activation": activation(c, "hidden_act"), "scale_embedding": False,
+        "parallel": c.get("use_parallel_residual", True), "tied_output": c.get("tie_word_embeddings", False),
+        "bias": c.get("attention_bias", True),
+    }  # fmt: skip
+
+
+def of_each_head(which: int):
+    """Queries, keys or values, which stand together head by head: (heads · 3 · size, width) → (width, heads, size)."""
+
+    def turn(x: np.ndarray, config: ModelConfig) -> np.ndarray:
+        part = x.reshape(config.heads, 3, config.head_dim, *x.shape[1:])[:, which]
+        return np.moveaxis(part, -1, 0) if x.ndim == 2 else part
+
+    return turn
+
+
+def neox_rows(c: Fields) -> list[TensorRule]:
+    layer = "layers.{i}."
+    rows = [TensorRule("embedding.table", "embed_in.weight"), TensorRule("embedding.output", "embed_out.weight")]
+    rows += layer_norms([
+        ("final_norm", "final_layer_norm"), ("blocks.{i}.attention_norm", f"{layer}input_layernorm"),
+        ("blocks.{i}.feedforward_norm", f"{layer}post_attention_layernorm"),
+    ])  # fmt: skip
+    for which, ours in enumerate(("query", "key", "value")):
+        for part in ("kernel", "bias"):
+            theirs = f"{layer}attention.query_key_value.{'weight' if part == 'kernel' else 'bias'}"
+            rows.append(TensorRule(f"blocks.{{i}}.attention.{ours}.{part}", theirs, of_each_head(which)))
+    rows.append(TensorRule("blocks.{i}.attention.out.kernel", f"{layer}attention.dense.weight", from_heads))
+    rows.append(TensorRule("blocks.{i}.attention.out.bias", f"{layer}attention.dense.bias"))
+    for ours, theirs in (("up", "dense_h_to_4h"), ("down", "dense_4h_to_h")):
+        rows.append(TensorRule(f"blocks.{{i}}.feedforward.{ours}.kernel", f"{layer}mlp.{theirs}.weight", transposed))
+        rows.append(TensorRule(f"blocks.{{i}}.feedforward.{ours}.bias", f"{layer}mlp.{theirs}.bias"))
+    return rows
+
+
+# OPT: learned positions that begin at the third row.
+
+
+def opt_fields(c: Fields) -> Fields:
+    if c.get("word_embed_proj_dim", c["hidden_size"]) != c["hidden_size"]:
+        raise InputError(
+            f"word_embed_proj_dim={c['word_embed_proj_dim']} is not hidden_size={c['hidden_size']}: projected "
+            "embeddings cannot be expressed here"
+        )
+    before = c.get("do_layer_norm_before", True)
+    return {
+        "vocab_size": c["vocab_size"], "layers": c["num_hidden_layers"], "width": c["hidden_size"],
+        "heads": c["num_attention_heads"], "feedforward": c["ffn_dim"], "positions": "learned",
+        "max_positions": c["max_position_embeddings"], "norm_placement": "before" if before else "after",
+        "final_norm": before and not c.get("_remove_final_layer_norm", False), "bias": c.get("enable_bias", True),
+        "activation": activation(c, "activation_function"), "scale_embedding": False,
+        "tied_output": c.get("tie_word_embeddings", True),
+    }  # fmt: skip
+
+
+def opt_rows(c: Fields) -> list[TensorRule]:
+    layer = "layers.{i}."
+    rows = [TensorRule("embedding.table", "embed_tokens.weight"), TensorRule("embedding.output", "lm_head.weight"),
+            TensorRule("positions", "embed_positions.weight", lambda x, config: x[2:])]  # fmt: skip
+    rows += layer_norms([
+        ("final_norm", "final_layer_norm"), ("blocks.{i}.attention_norm", f"{layer}self_attn_layer_norm"),
+        ("blocks.{i}.feedforward_norm", f"{layer}final_layer_norm"),
+    ])  # fmt: skip
+    return rows + attention_rows("attention", f"{layer}self_attn") + feedforward_rows(layer)
+
+
+def attention_rows(ours: str, theirs: str, blocks: str = "blocks") -> list[TensorRule]:
+    """Projections of attention as OPT, BART and Marian name them."""
+    rows = []
+    for mine, their in ATTENTION:
+        rows.append(TensorRule(f"{blocks}.{{i}}.{ours}.{mine}.kernel", f"{theirs}.{their}.weight", to_heads))
+        rows.append(TensorRule(f"{blocks}.{{i}}.{ours}.{mine}.bias", f"{theirs}.{their}.bias", bias_to_heads))
+    rows.append(TensorRule(f"{blocks}.{{i}}.{ours}.out.kernel", f"{theirs}.out_proj.weight", from_heads))
+    return [*rows, TensorRule(f"{blocks}.{{i}}.{ours}.out.bias", f"{theirs}.out_proj.bias")]
+
+
+def feedforward_rows(layer: str, blocks: str = "blocks") -> list[TensorRule]:
+    rows = []
+    for ours, theirs in (("up", "fc1"), ("down", "fc2")):
+        rows.append(TensorRule(f"{blocks}.{{i}}.feedforward.{ours}.kernel", f"{layer}{theirs}.weight", transposed))
+        rows.append(TensorRule(f"{blocks}.{{i}}.feedforward.{ours}.bias", f"{layer}{theirs}.bias"))
+    return rows
+
+
+# Encoder-decoders: BART and mBART (learned positions), Marian (sinusoids).
+
+
+def seq2seq_fields(c: Fields) -> Fields:
+    unlike = [
+        f"encoder_{name}={c[f'encoder_{name}']} is not decoder_{name}={c[f'decoder_{name}']}"
+        for name in ("attention_heads", "ffn_dim")
+        if c[f"encoder_{name}"] != c[f"decoder_{name}"]
+    ]
+    raise_all("encoder and decoder must be alike here:", unlike)
+    source, target = c["vocab_size"], c.get("decoder_vocab_size") or c["vocab_size"]
+    return {
+        "vocab_size": target, "source_vocab_size": source, "layers": c["decoder_layers"],
+        "encoder_layers": c["encoder_layers"], "width": c["d_model"], "heads": c["decoder_attention_heads"],
+        "feedforward": c["decoder_ffn_dim"], "activation": activation(c, "activation_function"),
+        "shared_embedding": c.get("share_encoder_decoder_embeddings", True), "output_bias": True,
+        "scale_embedding": c.get("scale_embedding", False), "norm_placement": "after", "final_norm": False,
+    }  # fmt: skip
+
+
+def marian_fields(c: Fields) -> Fields:
+    if not c.get("static_position_embeddings", True):
+        raise InputError("static_position_embeddings=False cannot be expressed here")
+    return seq2seq_fields(c) | {"positions": "sinusoidal_open"}
+
+
+def bart_fields(c: Fields) -> Fields:
+    learned = {"positions": "learned", "max_positions": c["max_position_embeddings"], "embedding_norm": True}
+    return seq2seq_fields(c) | learned
+
+
+def mbart_fields(c: Fields) -> Fields:
+    return bart_fields(c) | {"norm_placement": "before", "final_norm": True}
+
+
+def seq2seq_rows(c: Fields) -> list[TensorRule]:
+    shared = c.get("share_encoder_decoder_embeddings", True)
+    rows = [
+        TensorRule("embedding.table", "shared.weight" if shared else "decoder.embed_tokens.weight"),
+        TensorRule("encoder.embedding.table", "encoder.embed_tokens.weight"),
+        TensorRule("embedding.bias", "final_logits_bias", lambda x, config: x[0]),
+    ]
+    return rows + stack_rows()
+
+
+def stack_rows() -> list[TensorRule]:
+    """All but the embeddings of encoder and decoder, as BART and Marian name them, and fairseq before them."""
+    rows = []
+    for ours, theirs, blocks in (("", "decoder.", "blocks"), ("encoder.", "encoder.", "encoder.blocks")):
+        layer = f"{theirs}layers.{{i}}."
+        rows.append(TensorRule(f"{ours}positions", f"{theirs}embed_positions.weight", lambda x, config: x[2:]))
+        rows += layer_norms([
+            (f"{ours}embedding_norm", f"{theirs}layernorm_embedding"), (f"{ours}final_norm", f"{theirs}layer_norm"),
+            (f"{blocks}.{{i}}.attention_norm", f"{layer}self_attn_layer_norm"),
+            (f"{blocks}.{{i}}.cross_norm", f"{layer}encoder_attn_layer_norm"),
+            (f"{blocks}.{{i}}.feedforward_norm", f"{layer}final_layer_norm"),
+        ])  # fmt: skip
+        rows += attention_rows("attention", f"{layer}self_attn", blocks)
+        rows += attention_rows("cross", f"{layer}encoder_attn", blocks)
+        rows += feedforward_rows(layer, blocks)
+    return rows
+
+
+_TWICE = (r"(encoder|decoder)\.embed_tokens\.weight", r"shared\.weight", r"lm_head\.weight")  # what was tied
+_SINUSOIDS = (r"(encoder|decoder)\.embed_positions\.weight",)
+
+FAMILIES = {
+    "llama": Family(mixed_biases, llama_rows, ("model.",), (r".*rotary_emb\.inv_freq",)),
+    "mistral": Family(mixed_biases, llama_rows, ("model.",), (r".*rotary_emb\.inv_freq",)),
+    "qwen2": Family(qwen2_fields, llama_rows, ("model.",)),
+    "qwen3": Family(qwen3_fields, llama_rows, ("model.",)),
+    "gemma3_text": Family(gemma3_fields, gemma3_rows, ("model.",)),
+    "gpt2": Family(gpt2_fields, gpt2_rows, ("transformer.",), (r"h\.\d+\.attn\.(masked_)?bias",)),
+    "gpt_neox": Family(neox_fields, neox_rows, ("gpt_neox.",),
+                       (r".*attention\.(masked_)?bias", r".*rotary_emb\.inv_freq")),
+    "opt": Family(opt_fields, opt_rows, ("model.decoder.", "decoder.")),
+    "marian": Family(marian_fields, seq2seq_rows, ("model.",), _TWICE + _SINUSOIDS),
+    "bart": Family(bart_fields, seq2seq_rows, ("model.",), _TWICE),
+    "mbart": Family(mbart_fields, seq2seq_rows, ("model.",), _TWICE),
+}  # fmt: skip
+
+_RELATIVE = "it adds relative position biases to the attention logits, which no feature map of linear attention has"
+REFUSED = {
+    "t5": _RELATIVE, "mt5": _RELATIVE, "umt5": _RELATIVE, "longt5": _RELATIVE,
+    "bloom": "it adds ALiBi biases to the attention logits, which no feature map of linear attention has",
+    "mpt": "it adds ALiBi biases to the attention logits, which no feature map of linear attention has",
+    "gemma2": "it caps attention logits by tanh, which no feature map of linear attention has",
+    "mixtral": "its feed-forwards are mixtures of experts", "qwen2_moe": "its feed-forwards are mixtures of experts",
+    "mamba": "it has no attention to convert", "rwkv": "it has no attention to convert",
+}  # fmt: skip

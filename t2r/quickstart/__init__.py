@@ -1,0 +1,1 @@
+"""The quickstart: a small pretrained transformer made an RNN, measured, and reported on one page."""

@@ -1,0 +1,122 @@
+"""The quickstart's report: one HTML file with its table, texts and plots inside."""
+
+import html
+import io
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+
+from t2r.benchmark.plots import OTHER, RNN, SOFTMAX, log_axes, styled
+from t2r.benchmark.steps import DecodeSpeed
+from t2r.console import short
+
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .9rem; border-bottom: 1px solid #8884; text-align: right; }
+th:first-child, td:first-child { text-align: left; }
+figure { margin: 1.5rem 0; background: white; border-radius: 6px; padding: .5rem; }
+figure svg { width: 100%; height: auto; }
+pre { white-space: pre-wrap; background: #8881; padding: .8rem; border-radius: 6px; max-height: 14rem; overflow: auto; }
+small { opacity: .75; }
+"""
+
+
+class Report(NamedTuple):
+    """What the quickstart has found out."""
+
+    perplexity: dict[str, float]  # transformer, swapped, T2R → test perplexity
+    recovered: float  # share of the swap's cost that finetuning won back
+    validation: dict[int, float]  # finetuning step → validation perplexity, from 0: swapped only
+    transformer_validation: float
+    transformer: list[DecodeSpeed]
+    rnn: list[DecodeSpeed]
+    formula_bytes: int
+    prompt: str
+    texts: dict[str, str]  # model → what it writes after the prompt
+    environment: dict[str, Any]
+    seconds: float
+
+
+def write_report(path: Path, report: Report) -> None:
+    """Writes the page; nothing in it is loaded from elsewhere."""
+    title = "A transformer became an RNN"
+    parts = [
+        f"<h1>{title}</h1>",
+        f"<p>The pretrained transformer's softmax attention was swapped for linear attention with a learned feature "
+        f"map, finetuned for {max(report.validation)} steps, and merged for inference. The swap alone breaks the "
+        f"model; finetuning won back <b>{report.recovered:.1%}</b> of what it cost.</p>",
+        _table(["model", "test perplexity"], report.perplexity.items()),
+        f"<figure>{perplexity_plot(report)}</figure>",
+        "<h2>Decoding</h2>",
+        f"<p>Greedy, {report.rnn[0].batch} texts at a time, compilation apart; median of repeated runs. The "
+        f"transformer's cache has room for the whole length. The RNN's state is {report.rnn[0].state_bytes:,} bytes at "
+        f"every length; by the formula layers · batch · heads · k · (d + 1) · 4 it is {report.formula_bytes:,}.</p>",
+        _table(
+            ["generated tokens", "transformer tokens/s", "RNN tokens/s", "speedup", "transformer state", "RNN state"],
+            [
+                (a.length, a.tokens_per_second, b.tokens_per_second, f"{a.seconds / b.seconds:.2f}×", *_sizes(a, b))
+                for a, b in zip(report.transformer, report.rnn)
+            ],
+        ),
+        f"<figure>{decode_plot(report)}</figure>",
+        f"<h2>What they write</h2><p>After “{html.escape(report.prompt)}”, sampled:</p>",
+        *(f"<h3>{name}</h3><pre>{html.escape(report.prompt + text)}</pre>" for name, text in report.texts.items()),
+        f"<p><small>Made in {report.seconds:.0f} s on {html.escape(json.dumps(report.environment))}. "
+        "Method: Kasai et al. (2021), “Finetuning Pretrained Transformers into RNNs”.</small></p>",
+    ]
+    page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+    path.write_text(page + "\n".join(parts) + "</html>\n", "utf-8")
+
+
+def perplexity_plot(report: Report) -> str:
+    """Before, broken, recovered; and how it recovered."""
+    figure = Figure(figsize=(10, 3.6))
+    bars, curve = figure.subplots(1, 2)
+    names, values = zip(*report.perplexity.items())
+    drawn = bars.barh(names, values, color=(SOFTMAX, OTHER, RNN))
+    bars.bar_label(drawn, [f"{value:.1f}" for value in values], padding=4)
+    bars.invert_yaxis()
+    bars.margins(x=0.15)
+    bars.set(xlabel="perplexity", title="Test")
+    curve.plot(report.validation.keys(), report.validation.values(), "o-", color=RNN, label="T2R")
+    curve.axhline(report.transformer_validation, color=SOFTMAX, linestyle="--", label="transformer")
+    curve.set(xlabel="finetuning step", ylabel="perplexity", title="Validation", ylim=(0, None))
+    curve.legend()
+    return _svg(figure)
+
+
+def decode_plot(report: Report) -> str:
+    """The paper's Figures 2 and 3: speed and state against length."""
+    figure = Figure(figsize=(10, 3.8))
+    speed, state = figure.subplots(1, 2)
+    for name, color, runs in [("transformer", SOFTMAX, report.transformer), ("RNN (T2R)", RNN, report.rnn)]:
+        lengths = [run.length for run in runs]
+        speed.plot(lengths, [run.tokens_per_second for run in runs], "o-", color=color, label=name)
+        state.plot(lengths, [run.state_bytes / 2**20 for run in runs], "o-", color=color, label=name)
+    for axes, title, unit in [(speed, "Decoding speed", "tokens/s"), (state, "Attention state", "MiB")]:
+        axes.set(xlabel="generated tokens", ylabel=unit, title=title)
+        log_axes(axes, [run.length for run in report.rnn])
+        axes.legend()
+    return _svg(figure)
+
+
+def _svg(figure) -> str:
+    styled(figure)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg")
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _table(headers: list[str], rows) -> str:
+    head = "".join(f"<th>{header}</th>" for header in headers)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(short(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _sizes(*runs: DecodeSpeed) -> list[str]:
+    return [f"{run.state_bytes / 2**20:,.2f} MiB" for run in runs]

@@ -1,0 +1,120 @@
+"""A model is a directory: config.json, model.safetensors, the tokenizer, provenance.json."""
+
+import gc
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t2r.data.tokenizer import Tokenizer, TokenizerPair, load_pair, load_tokenizer
+from t2r.errors import InputError, raise_all
+from t2r.files import atomic_directory
+from t2r.model.config import RUNTIME_FIELDS, ModelConfig, from_dict
+from t2r.model.parameters import abstract_model, arrays_of, with_arrays
+from t2r.model.transformer import LanguageModel
+from t2r.store import tensors
+
+FORMAT = "t2r/1"
+PRETRAINED = Path(__file__).parent.parent / "pretrained"
+
+
+class LoadedModel(NamedTuple):
+    """What a directory holds."""
+
+    model: LanguageModel
+    tokenizer: Tokenizer | TokenizerPair  # a pair for translation
+    provenance: dict[str, Any]  # {"history": [what was done, oldest first]}
+
+
+def resolve(name: str) -> Path:
+    """A directory from what a user typed: a path, or builtin:NAME for a model that ships with the package."""
+    if not name.startswith("builtin:"):
+        return Path(name)
+    path = PRETRAINED / name.removeprefix("builtin:")
+    if not path.is_dir():
+        shipped = sorted(p.name for p in PRETRAINED.glob("*") if p.is_dir())
+        raise InputError(f"no model {name!r} ships with t2r: there is {', '.join(f'builtin:{n}' for n in shipped)}")
+    return path
+
+
+def save(path: Path, content: LoadedModel, *, replace: bool = False, dtype: str = "float32") -> None:
+    """Writes the directory whole or not at all. One that exists is an error, or replaced once the new one is ready."""
+    if path.exists() and not replace:
+        raise InputError(f"{path} exists already: choose another output or remove it")
+    config = {"format": FORMAT, "family": _family(content.model.config), **content.model.config.to_dict()}
+    with atomic_directory(path, replace=replace) as folder:
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        tensors.write(folder / "model.safetensors", arrays_of(content.model), dtype)
+        content.tokenizer.save(folder)
+        (folder / "provenance.json").write_text(json.dumps(content.provenance, indent=1) + "\n")
+
+
+def load(path: str | Path, **runtime: Any) -> LoadedModel:
+    """Reads a directory; `runtime` overrides fields that leave the parameters alone, such as dtype and dropout."""
+    path = resolve(str(path))
+    config = load_config(path, **runtime)
+    model = with_arrays(abstract_model(config), load_arrays(path, config))
+    tokenizer = load_pair(path) if config.encoder_layers else load_tokenizer(path)
+    return LoadedModel(model, tokenizer, json.loads(_read(path / "provenance.json")))
+
+
+def load_config(path: Path, **runtime: Any) -> ModelConfig:
+    """The model config of a directory."""
+    raise_all(
+        "a pretrained model's architecture is fixed:",
+        [
+            f"model.{name} cannot be set; {', '.join(RUNTIME_FIELDS)} can"
+            for name in runtime
+            if name not in RUNTIME_FIELDS
+        ],
+    )
+    try:
+        fields = json.loads(_read(path / "config.json"))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path / 'config.json'} is not JSON: {error}") from None
+    if fields.pop("format", None) != FORMAT:
+        raise InputError(f"{path} is not a t2r model directory: its config.json has no format {FORMAT!r}")
+    family = fields.pop("family", None)
+    config = from_dict({**fields, **runtime})
+    if family != _family(config):
+        raise InputError(
+            f"{path / 'config.json'}: family {family!r} does not fit encoder_layers={config.encoder_layers}"
+        )
+    return config
+
+
+def _family(config: ModelConfig) -> str:
+    return "seq2seq" if config.encoder_layers else "language_model"
+
+
+def load_arrays(path: Path, config: ModelConfig) -> dict[str, jnp.ndarray]:
+    """The model's arrays in float32; missing, unknown and misshapen ones are all listed in one error."""
+    expected = {name: array.shape for name, array in arrays_of(abstract_model(config)).items()}
+    found = tensors.Tensors(path)
+    problems = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
+    problems += [f"{name} is unknown" for name in sorted(found.keys() - expected.keys())]
+    problems += [
+        f"{name} has shape {found[name].shape}, the config asks for {expected[name]}"
+        for name in sorted(found.keys() & expected.keys())
+        if found[name].shape != expected[name]
+    ]
+    raise_all(f"{path / 'model.safetensors'} does not fit its config.json:", problems)
+    gc.collect()  # modules of newer versions of Flax hold themselves: a model that is gone may still be in memory
+    largest_first = sorted(expected, key=lambda name: -math.prod(expected[name]))  # while there is most room to copy
+    return {name: _copied(found[name]) for name in largest_first}
+
+
+def _copied(array: np.ndarray) -> jnp.ndarray:
+    """An array that no longer needs its file, before the next one is read."""
+    return jax.device_put(np.asarray(array, np.float32), may_alias=False).block_until_ready()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"no {path}: give a t2r model directory, or builtin:NAME") from None

@@ -1,0 +1,62 @@
+"""The model that a config trains: loaded or initialised, converted if the config says so; and its teacher."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flax import nnx
+from ml_collections import ConfigDict
+
+from t2r.conversion.swap import swap
+from t2r.data.tokenizer import Tokenizer, TokenizerPair
+from t2r.errors import InputError
+from t2r.model.config import from_dict
+from t2r.model.loss import Teacher
+from t2r.model.transformer import LanguageModel, make_model
+from t2r.store import model_dir
+from t2r.training.config import conversion, has_teacher
+from t2r.training.task import learn_tokenizer
+
+
+class Built(NamedTuple):
+    """A model before its first step, and where it comes from."""
+
+    model: LanguageModel
+    tokenizer: Tokenizer | TokenizerPair
+    history: list[dict]  # what was done to it so far, oldest first
+    teacher: Teacher | None  # the model before its conversion, if the config has something learned from it
+
+
+def build(config: ConfigDict, workdir: Path) -> Built:
+    """The model of `init_from`, or a random one with a tokenizer learned from the data."""
+    model, tokenizer, history = _pretrained(config) if config.init_from else _random(config, workdir)
+    if plan := conversion(config):
+        model = swap(model, **plan)
+        history = [*history, {"action": "swap", **plan}]
+    return Built(model, tokenizer, history, _teacher(config) if has_teacher(config) else None)
+
+
+def _pretrained(config: ConfigDict) -> tuple[LanguageModel, Tokenizer | TokenizerPair, list[dict]]:
+    try:
+        model, tokenizer, provenance = model_dir.load(config.init_from, **config.model)
+    except InputError as error:
+        raise InputError(f"config.init_from={config.init_from!r}: {error}") from None
+    return model, tokenizer, provenance["history"]
+
+
+def _random(config: ConfigDict, workdir: Path) -> tuple[LanguageModel, Tokenizer | TokenizerPair, list[dict]]:
+    tokenizer = learn_tokenizer(config, workdir)
+    architecture = from_dict({**config.model, **_vocabulary(tokenizer)})
+    return make_model(architecture, rngs=nnx.Rngs(config.seed)), tokenizer, []
+
+
+def _teacher(config: ConfigDict) -> Teacher:
+    # Loaded a second time: the student's arrays are donated to the training step.
+    return Teacher(model_dir.load(config.init_from, dtype=config.model.dtype).model, config.teacher.soft)
+
+
+def _vocabulary(tokenizer: Tokenizer | TokenizerPair) -> dict[str, Any]:
+    """The fields of a model config that follow from its tokenizer."""
+    if not isinstance(tokenizer, TokenizerPair):
+        return {"vocab_size": tokenizer.vocab_size}
+    sizes = {"vocab_size": tokenizer.target.vocab_size, "source_vocab_size": tokenizer.source.vocab_size}
+    return sizes if tokenizer.joint else {**sizes, "shared_embedding": False}

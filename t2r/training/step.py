@@ -1,0 +1,199 @@
+"""One training step: gradients of its parts, added up, then one update. Pure functions, and a builder that compiles
+them for a mesh."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from t2r.batch import Batch
+from t2r.conversion.transfer import converted, transfer_losses
+from t2r.layout import shardings
+from t2r.model.loss import Teacher, total_loss
+from t2r.model.parameters import Arrays, with_arrays
+from t2r.model.transformer import LanguageModel
+from t2r.training.sharding import batch_sharding, replicated
+
+TEACHER = "teacher."
+# On one GPU a part of a step is one CUDA graph, its loops and conditions in it: else the GPU waits for the host at each
+# of them (results/train_speed.md). These are XLA's own choice of commands and two more. Elsewhere there are no graphs.
+OPTIONS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+}
+
+
+class TrainState(NamedTuple):
+    """All that changes while training, and what it is computed with."""
+
+    step: Int[Array, ""]
+    trained: Arrays
+    frozen: Arrays
+    optimizer: optax.OptState
+    key: Array  # the data of a random key, never changed: each step folds its number in
+
+
+class Total(NamedTuple):
+    """What the parts of a step add up to."""
+
+    losses: dict[str, Float[Array, ""]]
+    tokens: Int[Array, ""]
+    gradient: Arrays
+
+
+def init_state(
+    arrays: Arrays,
+    trained: set[str],
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    *,
+    teacher: Arrays | None = None,
+) -> TrainState:
+    """The state before the first step; a teacher's arrays are among the frozen."""
+    parameters = {name: array for name, array in arrays.items() if name in trained}
+    frozen = {name: array for name, array in arrays.items() if name not in trained}
+    frozen |= {TEACHER + name: array for name, array in (teacher or {}).items()}
+    key = jax.random.key_data(jax.random.key(seed))
+    return TrainState(jnp.zeros((), jnp.int32), parameters, frozen, optimizer.init(parameters), key)
+
+
+def teacher_arrays(frozen: Arrays) -> Arrays:
+    """The teacher's own, by their own names."""
+    return {name.removeprefix(TEACHER): array for name, array in frozen.items() if name.startswith(TEACHER)}
+
+
+class Objective(NamedTuple):
+    """What a step minimises: the loss of the model on a batch, or how far its attention is from the teacher's.
+
+    Models may be abstract: their arrays are in the state. With `transfer` each converted attention learns alone from
+    the one it replaces, see `t2r.conversion.transfer`.
+    """
+
+    model: LanguageModel
+    smoothing: float = 0.0
+    teacher: Teacher | None = None
+    transfer: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """The losses that are added up: one, or with `transfer` one for each converted attention."""
+        return converted(self.model) if self.transfer else ["loss"]
+
+
+def losses_of(
+    objective: Objective, trained: Arrays, frozen: Arrays, batch: Batch, key: PRNGKeyArray
+) -> tuple[Float[Array, ""], tuple[dict[str, Array], Int[Array, ""]]]:
+    """The mean of the losses, whose gradient is taken; the losses themselves, and how many tokens they are of."""
+    model = with_arrays(objective.model, {**trained, **frozen})
+    teacher = objective.teacher
+    if teacher is not None:
+        teacher = teacher._replace(model=with_arrays(teacher.model, teacher_arrays(frozen)))
+    if objective.transfer:
+        losses, tokens = transfer_losses(model, teacher.model, batch)
+    else:
+        loss, tokens = total_loss(model, batch, key=key, smoothing=objective.smoothing, teacher=teacher)
+        losses = {"loss": loss}
+    return _mean(losses), (losses, tokens)
+
+
+def zero_total(objective: Objective, trained: Arrays) -> Total:
+    """The total before the first part."""
+    losses = {name: jnp.zeros(()) for name in objective.names}
+    return Total(losses, jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, trained))
+
+
+def forward(objective: Objective, state: TrainState, batch: Batch, part: Array) -> tuple[dict[str, Array], Array]:
+    """The losses and tokens of one part, without gradients."""
+    return losses_of(objective, state.trained, state.frozen, batch, _part_key(state, part))[1]
+
+
+def add_part(objective: Objective, total: Total, state: TrainState, batch: Batch, part: Array) -> Total:
+    """The total with the losses and gradients of one more part."""
+    gradient_of = jax.value_and_grad(functools.partial(losses_of, objective), has_aux=True)
+    (_, (losses, tokens)), gradient = gradient_of(state.trained, state.frozen, batch, _part_key(state, part))
+    return jax.tree.map(jnp.add, total, Total(losses, tokens, gradient))
+
+
+def finish(
+    objective: Objective, optimizer: optax.GradientTransformation, state: TrainState, total: Total
+) -> tuple[TrainState, dict[str, Array]]:
+    """Updates the parameters by the mean gradient over all tokens; returns the step's metrics beside the state."""
+    gradient = jax.tree.map(lambda x: x / total.tokens, total.gradient)
+    updates, opt_state = optimizer.update(gradient, state.optimizer, state.trained)
+    trained = optax.apply_updates(state.trained, updates)
+    metrics = {name: loss / total.tokens for name, loss in total.losses.items()}
+    if objective.transfer:
+        metrics = {"distance": _mean(metrics), **{f"distance.{name}": value for name, value in metrics.items()}}
+    metrics |= {"gradient_norm": optax.global_norm(gradient), "tokens": total.tokens}
+    return state._replace(step=state.step + 1, trained=trained, optimizer=opt_state), metrics
+
+
+def _mean(losses: dict[str, Array]) -> Array:
+    return sum(losses.values()) / len(losses)
+
+
+def _part_key(state: TrainState, part: Array) -> PRNGKeyArray:
+    """The random key of a part, from the run's seed, the step and the part's number."""
+    key = jax.random.wrap_key_data(state.key)
+    return jax.random.fold_in(jax.random.fold_in(key, state.step), part)
+
+
+class Step(NamedTuple):
+    """The compiled programs of a step on a mesh. Parts may have different shapes: each shape is compiled once."""
+
+    mesh: Mesh
+    zero_total: Callable[[Arrays], Total]
+    add_part: Callable[[Total, TrainState, Batch, np.uint32], Total]
+    finish: Callable[[TrainState, Total], tuple[TrainState, dict[str, Array]]]
+    forward: Callable[[TrainState, Batch, np.uint32], tuple[dict[str, Array], Array]]
+
+    def __call__(self, state: TrainState, parts: Sequence[Batch]) -> tuple[TrainState, dict[str, Array]]:
+        """step(state, parts) → (state, {loss, gradient_norm, tokens}); the state is donated."""
+        with jax.set_mesh(self.mesh):
+            total = self.zero_total(state.trained)
+            for number, batch in enumerate(self._placed(parts)):
+                total = self.add_part(total, state, batch, np.uint32(number))
+            return self.finish(state, total)
+
+    def forward_pass(self, state: TrainState, parts: Sequence[Batch]) -> list[tuple[dict[str, Array], Array]]:
+        """The losses and tokens of each part, without gradients: for benchmarks."""
+        with jax.set_mesh(self.mesh):
+            batches = enumerate(self._placed(parts))
+            return [self.forward(state, batch, np.uint32(number)) for number, batch in batches]
+
+    def lower(self, state: TrainState, batch: Batch, *platforms: str) -> dict[str, jax.stages.Lowered]:
+        """The programs of a step for a part of this shape, not compiled yet; from shapes alone, for any platform."""
+        options = dict(lowering_platforms=platforms) if platforms else {}
+        with jax.set_mesh(self.mesh):
+            total = jax.eval_shape(self.zero_total, state.trained)
+            return {
+                "add_part": self.add_part.trace(total, state, batch, np.uint32(0)).lower(**options),
+                "finish": self.finish.trace(state, total).lower(**options),
+            }
+
+    def _placed(self, parts: Sequence[Batch]) -> Iterator[Batch]:
+        sharding = batch_sharding(self.mesh)
+        return (jax.device_put(batch, sharding) for batch in parts)
+
+
+def make_step(objective: Objective, optimizer: optax.GradientTransformation, mesh: Mesh, like: TrainState) -> Step:
+    """The step for states of the structure and shapes of `like`, sharded over the mesh as `t2r.layout` says."""
+    everywhere, sequences, layout = replicated(mesh), batch_sharding(mesh), shardings(like, mesh)
+    totals = Total(everywhere, everywhere, layout.trained)
+
+    def compiled(function: Callable, inputs: tuple, outputs: Any, **options: Any) -> Callable:
+        return jax.jit(function, in_shardings=inputs, out_shardings=outputs, **options)
+
+    of, graph = functools.partial, dict(compiler_options=OPTIONS)
+    return Step(
+        mesh,
+        compiled(of(zero_total, objective), (layout.trained,), totals),
+        compiled(of(add_part, objective), (totals, layout, sequences, None), totals, donate_argnums=0, **graph),
+        compiled(of(finish, objective, optimizer), (layout, totals), (layout, everywhere), donate_argnums=0),
+        compiled(of(forward, objective), (layout, sequences, None), everywhere, **graph),
+    )

@@ -1,0 +1,133 @@
+"""The two things a model is trained to do, language modelling and translation: their data, batches and validation."""
+
+from pathlib import Path
+from typing import Protocol
+
+import grain
+import numpy as np
+from ml_collections import ConfigDict
+
+from t2r.data.batches import Blocks, Documents, training_batches
+from t2r.data.buckets import Buckets
+from t2r.data.pairs import is_pairs
+from t2r.data.prepared import prepare_pairs, prepare_tokenizer, prepare_tokenizers, prepare_tokens
+from t2r.data.tokenizer import Tokenizer, TokenizerPair
+from t2r.errors import InputError
+from t2r.evaluation.perplexity import document_perplexity, pair_perplexity, perplexity
+from t2r.model.transformer import LanguageModel, check_length
+from t2r.training.sharding import sequences_per_part
+from t2r.training.teacher import written_pairs, written_tokens
+
+Texts = tuple[np.ndarray, np.ndarray]  # all ids, and where each text ends
+
+
+class Task(Protocol):
+    """What the trainer needs to know of it."""
+
+    summary: str  # the data, in words
+
+    def batches(self) -> grain.DatasetIterator: ...  # lists of parts, endless, resumable
+    def validate(self, model: LanguageModel) -> float: ...  # perplexity
+
+
+class LanguageModelling:
+    """Predict each token of a text from those before it."""
+
+    def __init__(self, config: ConfigDict, workdir: Path, model: LanguageModel, tokenizer: Tokenizer, devices: int):
+        check_length(model.config, config.data.length)
+        sequences_per_part(config, devices)  # or there is no batch
+        data, self._config, self._start = config.data, config, tokenizer.end
+        (tokens, ends), self._valid = _texts(config, workdir, tokenizer)
+        by_document = data.documents
+        self._rows = Documents(tokens, ends, data.length, tokenizer.end) if by_document else Blocks(tokens, data.length)
+        self.summary = (
+            f"{len(tokens):,} tokens, in batches of {data.batch} {'documents' if by_document else 'blocks'} of "
+        )
+        self.summary += f"{data.length:,}"
+
+    def batches(self) -> grain.DatasetIterator:
+        config = self._config
+        return training_batches(self._rows, batch=config.data.batch, seed=config.seed, parts=config.accumulate)
+
+    def validate(self, model: LanguageModel) -> float:
+        tokens, ends = self._valid
+        options = dict(window=self._config.data.length, quiet=True)
+        if self._config.data.documents:
+            return document_perplexity(model, np.split(tokens, ends[:-1]), start=self._start, **options).perplexity
+        return perplexity(model, np.append(self._start, tokens), **options).perplexity
+
+
+class Translation:
+    """Predict each token of a target from its source and the target's tokens before it."""
+
+    def __init__(self, config: ConfigDict, workdir: Path, model: LanguageModel, tokenizer: TokenizerPair, devices: int):
+        data = config.data
+        check_length(model.config, data.length)
+        train, valid = _splits(config)
+        valid = prepare_pairs(workdir, *valid, tokenizer)
+        if config.teacher.writes:
+            train = written_pairs(config, workdir, *train, tokenizer)
+        else:
+            train = prepare_pairs(workdir, *train, tokenizer)
+        options = dict(count=data.buckets, multiple=devices, longest=data.length)
+        self._parts = config.accumulate
+        tokens = data.batch_tokens // config.accumulate
+        self._buckets = buckets = Buckets(train, tokens=tokens, seed=config.seed, ratio=data.max_ratio, **options)
+        self._valid = Buckets(valid, tokens=4096, **options)
+        self.summary = (
+            f"{len(train) - buckets.left_out:,} pairs (data.length={data.length} and data.max_ratio={data.max_ratio} "
+            f"leave out {buckets.left_out:,}), {buckets.tokens[1]:,} target tokens, in batches of "
+            f"{len(buckets.bounds)} lengths up to {buckets.bounds[-1]}, {buckets.padding:.1%} of which is padding; "
+            f"{len(buckets) / config.accumulate:,.1f} steps an epoch"
+        )
+
+    def batches(self) -> grain.DatasetIterator:
+        return self._buckets.training_batches(self._parts)
+
+    def validate(self, model: LanguageModel) -> float:
+        return pair_perplexity(model, self._valid)
+
+
+def make_task(
+    config: ConfigDict, workdir: Path, model: LanguageModel, tokenizer: Tokenizer | TokenizerPair, devices: int
+) -> LanguageModelling | Translation:
+    """The task that data and model agree on."""
+    pairs, translates = is_pairs(config.data.source), bool(model.config.encoder_layers)
+    if pairs != translates:
+        kinds = ("text", "pairs"), ("a language model", "a translation model")
+        raise InputError(
+            f"config.data.source={config.data.source!r} is {kinds[0][pairs]}, but the model is {kinds[1][translates]}: "
+            f"it needs {kinds[0][translates]}"
+        )
+    return (Translation if pairs else LanguageModelling)(config, workdir, model, tokenizer, devices)
+
+
+def learn_tokenizer(config: ConfigDict, workdir: Path) -> Tokenizer | TokenizerPair:
+    """The tokenizer of a model that starts from nothing, from the training data."""
+    data = config.data
+    (source, split), _ = _splits(config)
+    if not is_pairs(source):
+        return prepare_tokenizer(workdir, source, split, data.tokenizer, data.vocab_size)
+    sizes = data.vocab_size, data.source_vocab_size
+    return prepare_tokenizers(workdir, source, split, data.tokenizer, *sizes, data.joint_tokenizer)
+
+
+def _texts(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> tuple[Texts, Texts]:
+    """Texts to train on, and to validate on."""
+    train, valid = _splits(config)
+    if not config.teacher.writes:
+        return prepare_tokens(workdir, *train, tokenizer), prepare_tokens(workdir, *valid, tokenizer)
+    tokens, ends = written_tokens(config, workdir, tokenizer)
+    if config.data.valid:
+        return (tokens, ends), prepare_tokens(workdir, *valid, tokenizer)
+    count = len(ends) * 19 // 20
+    bound = ends[count - 1]
+    return (tokens[:bound], ends[:count]), (tokens[bound:], ends[count:] - bound)
+
+
+def _splits(config: ConfigDict) -> tuple[tuple[str, str], tuple[str, str]]:
+    """(source, split) to train on, and to validate on. With a source of its own for that, all of the other trains."""
+    data = config.data
+    return (
+        ((data.source, "all"), (data.valid, "all")) if data.valid else ((data.source, "train"), (data.source, "valid"))
+    )

@@ -1,0 +1,240 @@
+"""A run, top to bottom: set up, restore, steps, model directory."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grain
+import jax
+import optax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from t2r import environment, processes
+from t2r.console import Progress, say
+from t2r.errors import InputError, Stopped, raise_all
+from t2r.layout import shardings
+from t2r.model.parameters import arrays_of, parameter_count, trainable_names, with_arrays
+from t2r.model.transformer import LanguageModel
+from t2r.store import model_dir
+from t2r.training.build import Built, build
+from t2r.training.checkpoint import Checkpoints
+from t2r.training.config import MAY_CHANGE, check
+from t2r.training.interruptions import full_disk_explained, quiet_libraries, stop_requests
+from t2r.training.metrics import Metrics, read_metrics
+from t2r.training.optimizer import make_optimizer, make_schedule
+from t2r.training.sharding import batch_ways, load_batch, make_mesh, place
+from t2r.training.step import Objective, Step, TrainState, init_state, make_step
+from t2r.training.task import Task, make_task
+
+
+class Run(NamedTuple):
+    """All that the steps of a run need, set up once from its config."""
+
+    config: ConfigDict
+    workdir: Path
+    built: Built
+    mesh: Mesh
+    task: Task
+    optimizer: optax.GradientTransformation
+    checkpoints: Checkpoints
+
+    def model(self, state: TrainState) -> LanguageModel:
+        """The model with the parameters of a state."""
+        return with_arrays(self.built.model, {**state.trained, **state.frozen})
+
+    def validate(self, state: TrainState) -> float:
+        """Its perplexity on the validation data, computed on all devices."""
+        with jax.set_mesh(self.mesh):
+            return self.task.validate(self.model(state))
+
+
+def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
+    """Runs a config to its end, from the newest checkpoint if there is one; returns the scores of the result."""
+    check(config)
+    began = time.time()
+    checkpoints = Checkpoints(workdir / "checkpoints", max(config.keep_checkpoints, config.average_checkpoints))
+    if checkpoints.latest is not None:
+        check_same_run(config, workdir)
+    with quiet_libraries(), full_disk_explained(workdir, checkpoints):
+        run, state, batches = set_up(config, workdir, checkpoints)
+        processes.on_first_process(lambda: write_config(config, workdir))  # nothing can be wrong with it any more
+        state = restore(run, state, batches)
+        state = run_steps(run, state, batches)
+        state, averaged = average(run, state)
+        return save_model(run, state, {"checkpoints": averaged}, began)
+
+
+def check_same_run(config: ConfigDict, workdir: Path) -> None:
+    """Refuses to continue a run under another config."""
+    before, now = json.loads((workdir / "config.json").read_text()), json.loads(config.to_json())
+    changed = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
+    raise_all(
+        f"{workdir} holds a run of another config (choose another workdir, or remove it):",
+        [f"config.{name} was {before.get(name)}, is {now[name]}" for name in changed],
+    )
+
+
+def set_up(
+    config: ConfigDict, workdir: Path, checkpoints: Checkpoints
+) -> tuple[Run, TrainState, grain.DatasetIterator]:
+    """Model, mesh, data and optimizer; the state before the first step, on the mesh; and the batches."""
+    built, mesh = build(config, workdir), make_mesh(config.mesh)
+    task = make_task(config, workdir, built.model, built.tokenizer, batch_ways(mesh))
+    batches = task.batches()
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    trained = trainable_names(built.model, config.trainable)
+    teacher = built.teacher and arrays_of(built.teacher.model)
+    state = init_state(arrays_of(built.model), trained, optimizer, config.seed, teacher=teacher)
+    state = place(state, shardings(state, mesh))
+    return Run(config, workdir, built, mesh, task, optimizer, checkpoints), state, batches
+
+
+def write_config(config: ConfigDict, workdir: Path) -> None:
+    """The resolved config, written whole or not at all."""
+    path = workdir / "config.json"
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(config.to_json(indent=1) + "\n")
+    os.replace(unfinished, path)
+
+
+def restore(run: Run, state: TrainState, batches: grain.DatasetIterator) -> TrainState:
+    """The state of the newest checkpoint, with the batches set to its place; the given one if there is none."""
+    if run.checkpoints.latest is not None:
+        state, data = run.checkpoints.restore(state)
+        batches.set_state(data)
+        say(f"continuing at step {int(state.step)} of {run.config.steps}")
+    total = parameter_count(arrays_of(run.built.model))
+    say(f"{parameter_count(state.trained):,} of {total:,} parameters train on {run.task.summary}")
+    return state
+
+
+def run_steps(run: Run, state: TrainState, batches: grain.DatasetIterator) -> TrainState:
+    """Steps until config.steps, logging, validating and saving on the way."""
+    config, checkpoints, first = run.config, run.checkpoints, int(state.step)
+    transfer, finetune = make_steps(run, state)
+    log = Log(run, first)
+
+    with Progress("train", config.steps, first) as progress, stop_requests() as asked_to_stop:
+        for step in range(first + 1, config.steps + 1):
+            one_step = transfer if step <= config.teacher.transfer_steps else finetune
+            state, result = one_step(state, [load_batch(part, run.mesh) for part in next(batches)])
+            log.add(step, result)
+            last, stopping = step == config.steps, asked_to_stop(step)
+            saving = last or stopping or step % config.checkpoint_every == 0
+            evaluating = config.eval_every and step % config.eval_every == 0 and not last
+            logging = last or step % config.log_every == 0
+            if saving or evaluating or logging:
+                log.check_finite(checkpoints)
+            progress.advance(**(log.write(step) if logging else {}))
+            if evaluating:
+                score = run.validate(state)
+                log.metrics.write(step, valid_perplexity=score)
+                progress.say(f"step {step}: validation perplexity {score:.2f}")
+            if saving:
+                checkpoints.save(step, state, batches.get_state())
+            if stopping and not last:
+                checkpoints.close()
+                log.metrics.close()
+                raise Stopped(f"stopped as asked, at step {step} of {config.steps}, which is saved")
+    log.metrics.close()
+    checkpoints.wait()
+    return state
+
+
+def make_steps(run: Run, state: TrainState) -> tuple[Step | None, Step]:
+    """The step of attention transfer, if the config has any, and that of finetuning."""
+    objective = Objective(run.built.model, teacher=run.built.teacher)
+    build_step = lambda **fields: make_step(objective._replace(**fields), run.optimizer, run.mesh, state)  # noqa: E731
+    transfer = build_step(transfer=True) if run.config.teacher.transfer_steps else None
+    return transfer, build_step(smoothing=run.config.label_smoothing)
+
+
+class Log:
+    """The results of steps, looked at only now and then, since looking waits for the device."""
+
+    def __init__(self, run: Run, first: int):
+        self.metrics = Metrics(run.workdir, first)
+        self._config = run.config
+        self._schedule = make_schedule(run.config.optimizer, run.config.steps)
+        self._unchecked: list[tuple[int, dict]] = []
+        self._latest: dict[str, float] = {}
+        self._tokens, self._since = 0.0, time.monotonic()
+
+    def add(self, step: int, result: dict[str, jax.Array]) -> None:
+        """Keeps the result of a step, without waiting for it."""
+        self._unchecked.append((step, result))
+
+    def check_finite(self, checkpoints: Checkpoints) -> None:
+        """Waits for the results so far; the first that is not finite stops the run before anything is saved."""
+        for step, result in self._unchecked:
+            values = {name: float(value) for name, value in result.items()}
+            bad = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+            if bad:
+                raise InputError(f"step {step}: {' and '.join(bad)}. {self._advice(checkpoints)}")
+            self._tokens += values.pop("tokens")
+            self._latest = values
+        self._unchecked = []
+
+    def _advice(self, checkpoints: Checkpoints) -> str:
+        latest, fields = checkpoints.latest, self._config.optimizer
+        kept = f"the checkpoint of step {latest} in {checkpoints.folder}" if latest is not None else "no checkpoint"
+        return (
+            f"Lower config.optimizer.learning_rate (now {fields.learning_rate}), lengthen "
+            f"config.optimizer.warmup_steps (now {fields.warmup_steps}) or tighten config.optimizer.clip_norm (now "
+            f"{fields.clip_norm}). Intact: {kept}"
+        )
+
+    def write(self, step: int) -> dict[str, float]:
+        """A line of metrics; returns what the progress bar shows of it."""
+        now = time.monotonic()
+        speed = round(self._tokens / (now - self._since))
+        self._tokens, self._since = 0.0, now
+        rate = float(self._schedule(step - 1))
+        self.metrics.write(step, **self._latest, learning_rate=rate, tokens_per_second=speed)
+        shown = "distance" if step <= self._config.teacher.transfer_steps else "loss"
+        return {shown: self._latest[shown], "tokens_per_s": speed}
+
+
+def average(run: Run, state: TrainState) -> tuple[TrainState, list[int]]:
+    """The state with the mean of the last checkpoints' parameters, if the config asks for it; and their steps."""
+    if run.config.average_checkpoints == 1:
+        steps = [int(state.step)]
+    else:
+        mean, steps = run.checkpoints.average(run.config.average_checkpoints, state)
+        state = state._replace(trained=mean)
+        say(f"the result is the mean of the checkpoints of steps {', '.join(map(str, steps))}")
+    run.checkpoints.close()
+    return state, steps
+
+
+def save_model(run: Run, state: TrainState, entry: dict[str, Any], began: float) -> dict[str, Any]:
+    """Validates the result and writes it to workdir/model."""
+    score, output = run.validate(state), run.workdir / "model"
+    processes.on_first_process(lambda: record_score(run.workdir, run.config.steps, score))
+    entry = {
+        "action": "train",
+        "config": run.config.to_dict(),
+        **entry,
+        "valid_perplexity": score,
+        "seconds": round(time.time() - began, 1),
+        "environment": environment.describe(),
+    }
+    model = run.model(state)
+    whole = with_arrays(model, {name: processes.gather(array) for name, array in arrays_of(model).items()})
+    content = model_dir.LoadedModel(whole, run.built.tokenizer, {"history": [*run.built.history, entry]})
+    dtype = run.config.export_dtype
+    processes.on_first_process(lambda: model_dir.save(output, content, replace=True, dtype=dtype))
+    return {"model": str(output), "steps": int(state.step), "valid_perplexity": score}
+
+
+def record_score(workdir: Path, step: int, score: float) -> None:
+    """The line of the finished run's validation, unless an earlier run of this command has written it."""
+    lines = read_metrics(workdir / "metrics.jsonl")
+    if not any(line["step"] == step and "valid_perplexity" in line for line in lines):
+        metrics = Metrics(workdir, step)
+        metrics.write(step, valid_perplexity=score)
+        metrics.close()

@@ -1,0 +1,76 @@
+"""Attention transfer: what is compared, what is trained by it, and that a run begins with it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t2r.batch import PADDING, Batch
+from t2r.conversion.swap import swap
+from t2r.conversion.transfer import converted, transfer_losses
+from t2r.errors import InputError
+from t2r.model.parameters import arrays_of, with_arrays
+from t2r.model.transformer import embed
+from t2r.store import model_dir
+from t2r.training.config import default_config, pretrained
+from t2r.training.metrics import read_metrics
+from t2r.training.trainer import train
+from tests.conftest import make_model, micro, micro_mt, random_tokens
+
+
+def test_each_converted_attention_learns_from_the_one_it_replaces_and_nothing_else_does():
+    teacher = make_model(micro_mt(encoder_layers=1))
+    student = swap(teacher, features=4, keep="1")
+    batch = Batch(random_tokens(3, 9), random_tokens(3, 7, 1))
+
+    @jax.jit
+    @jax.value_and_grad
+    def distance(arrays, batch):
+        found, count = transfer_losses(with_arrays(student, arrays), teacher, batch)
+        assert list(found) == converted(student) == ["0.attention", "0.cross"]
+        return sum(found.values()) / count
+
+    found, gradient = distance(arrays_of(student), batch)
+    learning = {name for name, array in gradient.items() if np.abs(array).max() > 0}
+    assert {".".join(name.split(".")[:3]) for name in learning} == {"blocks.0.attention", "blocks.0.cross"}
+    nearer = {name: array - 0.01 * gradient[name] for name, array in arrays_of(student).items()}
+    assert distance(nearer, batch)[0] < found
+    with pytest.raises(InputError, match="the model has none"):
+        converted(teacher)
+
+
+def test_what_it_compares_are_outputs_to_the_teachers_input_and_padding_does_not_count():
+    teacher = make_model(micro(layers=1))
+    student, tokens = swap(teacher, features=4), random_tokens(2, 6)
+
+    @jax.jit
+    def both(tokens):
+        x = embed(teacher, teacher.embedding, tokens[:, :-1], jnp.broadcast_to(jnp.arange(5), (2, 5)))
+        heard = teacher.blocks[0].attention_norm(x)
+        said, answer = (model.blocks[0].attention(heard)[0] for model in (teacher, student))
+        padded = jnp.pad(tokens, ((0, 1), (0, 2)), constant_values=PADDING)
+        found = [transfer_losses(student, teacher, Batch(rows)) for rows in (tokens, padded)]
+        return jnp.square(answer - said).sum() / jnp.square(said).sum(), found
+
+    expected, found = both(tokens)
+    for distances, count in found:
+        assert count == 10
+        np.testing.assert_allclose(distances["0.attention"] / count, expected, rtol=1e-5)
+
+
+def test_a_run_begins_with_it_and_then_finetunes(tmp_path, tokenizer, text_file):
+    config = default_config()
+    model = make_model(micro(vocab_size=tokenizer.vocab_size, layers=1, adaptive_cutoffs=()))
+    model_dir.save(tmp_path / "lm", model_dir.LoadedModel(model, tokenizer, {"history": []}))
+    config.init_from, config.model = str(tmp_path / "lm"), pretrained()
+    config.convert.update(feature_map="t2r", features=4)
+    config.data.update(source=f"text:{text_file}", length=16, batch=4)
+    config.mesh.data, config.teacher.transfer_steps = 1, 2
+    config.steps, config.log_every = 4, 1
+    train(config, tmp_path / "run")
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "gradient_norm" in line]
+    assert [set(line) & {"distance", "distance.0.attention", "loss"} for line in lines] == [
+        *2 * [{"distance", "distance.0.attention"}],
+        *2 * [{"loss"}],
+    ]
+    assert all(0 < line["distance"] < 10 for line in lines[:2])

@@ -1,0 +1,90 @@
+"""Makes tests/importers/references: tiny random models as the original library saves them, and what it computes.
+
+Needs torch and transformers, which the tests themselves do not:
+    python -m tests.importers.make_references
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+
+FOLDER = Path(__file__).parent / "references"
+SMALL = dict(
+    vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+PAIRED = dict(
+    vocab_size=61, d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+    encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=64, pad_token_id=1, bos_token_id=0, eos_token_id=2,
+    decoder_start_token_id=1, forced_eos_token_id=None,
+)  # fmt: skip
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+)
+GPT2 = dict(vocab_size=61, n_embd=16, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
+NEOX = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
+OPT = dict(
+    vocab_size=61, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=16,
+    max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+
+# name → (model class, config class, fields)
+CASES = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", dict(SMALL, rope_theta=500.0)),
+    "llama_biases": ("LlamaForCausalLM", "LlamaConfig", dict(
+        SMALL, attention_bias=True, mlp_bias=True, rope_scaling=dict(rope_type="linear", factor=2.0))),
+    "llama3": ("LlamaForCausalLM", "LlamaConfig", dict(
+        SMALL, head_dim=8, rope_scaling=LLAMA3, tie_word_embeddings=True)),
+    "mistral": ("MistralForCausalLM", "MistralConfig", dict(SMALL, sliding_window=5)),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", dict(
+        SMALL, use_sliding_window=True, sliding_window=4, max_window_layers=1)),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", dict(SMALL, head_dim=8)),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", dict(
+        SMALL, head_dim=8, query_pre_attn_scalar=12, sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"])),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", dict(NEOX, rotary_pct=0.5)),
+    "gpt_neox_serial": ("GPTNeoXForCausalLM", "GPTNeoXConfig", dict(NEOX, rotary_pct=0.5, use_parallel_residual=False)),
+    "opt": ("OPTForCausalLM", "OPTConfig", OPT),
+    "marian": ("MarianMTModel", "MarianConfig", dict(PAIRED, scale_embedding=True, activation_function="swish")),
+    "bart": ("BartForConditionalGeneration", "BartConfig", PAIRED),
+    "mbart": ("MBartForConditionalGeneration", "MBartConfig", dict(PAIRED, scale_embedding=True)),
+}  # fmt: skip
+
+
+def make(name: str, folder: Path, seed: int = 0) -> None:
+    """One model directory, with reference.npz: ids, logits, and what greedy generation adds to the first row."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    model_class, config_class, fields = CASES[name]
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**fields)).eval()
+    with torch.no_grad():  # so that no norm is 1 and no bias 0
+        for key, parameter in model.named_parameters():
+            if not (name == "marian" and "embed_positions" in key):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        if hasattr(model, "final_logits_bias"):
+            model.final_logits_bias.add_(torch.randn_like(model.final_logits_bias))
+    chance = np.random.default_rng(seed)
+    arrays = {"input_ids": chance.integers(3, 61, (2, 12))}
+    if model.config.is_encoder_decoder:
+        arrays["decoder_input_ids"] = chance.integers(3, 61, (2, 9))
+        arrays["attention_mask"] = np.where(np.arange(12) < [[12], [8]], 1, 0)
+    with torch.no_grad():
+        tensors = {key: torch.tensor(value) for key, value in arrays.items()}
+        logits = model(**tensors).logits.float().numpy()
+        greedy = model.generate(tensors["input_ids"][:1], max_new_tokens=8, do_sample=False, num_beams=1)[0].numpy()
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    np.savez_compressed(folder / "reference.npz", logits=logits, greedy=greedy, **arrays)
+
+
+if __name__ == "__main__":
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    for case in CASES:
+        make(case, FOLDER / case)
+        print(case, file=sys.stderr)

@@ -1,0 +1,218 @@
+"""The kernels of a decoding step, interpreted, against the model's own step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from t2r.batch import PADDING
+from t2r.decode import generate
+from t2r.decode.generate import fork, generate_tokens, packed_weights, prefill, prefill_translation, scan_steps
+from t2r.decode.sampling import Sampling
+from t2r.kernels.decoding import fused_model as fused
+from t2r.kernels.decoding import layer_kernels, one_kernel, support, tiles
+from t2r.kernels.decoding.prefetch import share
+from t2r.model.config import AttentionSpec
+from t2r.model.loss import source_states
+from t2r.model.parameters import abstract_model
+from tests.conftest import error, make_model, micro, micro_mt, random_tokens
+from tests.kernels.test_attention_kernels import imagined_gpu
+
+SOFTMAX, MERGED, NARROW = AttentionSpec(), AttentionSpec("merged", "t2r", 16), AttentionSpec("merged", "t2r", 4)
+KINDS = {"t2r": (MERGED,), "softmax": (SOFTMAX,), "both": (MERGED, SOFTMAX)}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Matrices so small that they are one warp's, but a feed-forward's inputs are several parts."""
+    monkeypatch.setattr(support, "WARPS", 1)
+    monkeypatch.setattr(support, "COLUMNS", 32)
+    monkeypatch.setattr(support, "PROGRAMS", 4)
+
+
+@pytest.mark.parametrize(
+    "kind, texts, placement", [("t2r", 3, "before"), ("softmax", 3, "after"), ("both", 17, "before")]
+)
+def test_it_is_the_models_step(kind, texts, placement):
+    """For batches that do not fill the blocks, one text of which has ended."""
+    fields = dict(final_norm=texts == 3, adaptive_cutoffs=(), norm_placement=placement)
+    model = make_model(micro(attention=KINDS[kind], projection_bias=False, **fields))
+    tokens, going = random_tokens(texts, 5), jnp.arange(texts)[:, None] != 1
+    _, state = model(tokens, state=model.init_state(texts, 8))
+    fast = fused.FusedModel(model, fused.pack_model(model), interpret=True)
+
+    @jax.jit
+    def both(state):
+        return [one(tokens[:, :1], state=state, mask=going) for one in (model, fast)]
+
+    plain, kernels = both(state)
+    alive = np.flatnonzero(going)  # what comes of a text that has ended is nobody's concern, but its state is
+    assert error(kernels[0][alive], plain[0][alive]) < 1e-5
+    assert error(kernels[1], plain[1]) < 1e-5
+    hidden = plain[0][:, 0]
+    assert fast.greedy_token(hidden).tolist() == model.greedy_token(hidden).tolist()
+
+
+TRANSLATION = {
+    "t2r": dict(cross_attention=(NARROW,), attention=(MERGED,), heads=8),
+    "softmax": {},
+    "both, norms before": dict(
+        cross_attention=(SOFTMAX, MERGED), attention=(MERGED, SOFTMAX), norm_placement="before", final_norm=True
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["t2r", pytest.param("softmax", marks=pytest.mark.slow), "both, norms before"])
+def test_it_is_the_step_of_translation_too(kind):
+    """Two translations of each source, one of which has ended."""
+    model = make_model(micro_mt(**TRANSLATION[kind]))
+    assert support.suits(model)
+    sources, texts = random_tokens(2, 6, 3, vocab=50).at[1, 4:].set(PADDING), 4
+    tokens, going = random_tokens(texts, 5, vocab=50), jnp.arange(texts)[:, None] != 1
+    fast = fused.FusedModel(model, fused.pack_model(model), interpret=True)
+
+    @jax.jit
+    def both():
+        _, state = model(tokens, state=model.init_state(texts, 8, source_states(model, sources)))
+        return [one(tokens[:, :1], state=state, mask=going) for one in (model, fast)]
+
+    plain, kernels = both()
+    alive = np.flatnonzero(going)
+    assert error(kernels[0][alive], plain[0][alive]) < 1e-5
+    assert error(kernels[1], plain[1]) < 1e-5
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="the kernels themselves run on GPUs only")
+@pytest.mark.parametrize("kind", [*KINDS, "one kernel", "translation"])
+def test_it_is_the_models_step_on_a_gpu(kind, monkeypatch):
+    """Eight steps of the paper's width, for a batch that does not fill the blocks."""
+    monkeypatch.undo()
+    make, fields, _ = SHAPES["translation" if kind == "translation" else "language model"]
+    chosen = (AttentionSpec("merged", "t2r", 32),) if kind == "one kernel" else KINDS.get(kind, ())
+    kinds = {} if kind == "translation" else dict(attention=chosen * (4 // len(chosen)), layers=4)
+    model = make_model(make(**{**fields, **kinds}, vocab_size=4096, kernels="on"))
+    matrices = packed_weights(model, 13)
+    assert matrices is not None and isinstance(matrices.layers, one_kernel.PackedLayers) == (kind == "one kernel")
+    graph, arrays = nnx.split(model)
+    if kind == "translation":
+        first = prefill_translation(model, np.arange(13 * 6).reshape(13, 6), 8, start=0)
+    else:
+        first = prefill(model, [[text + 1, 2, 3] for text in range(13)], 8)
+    (plain, words), (fast, others) = (
+        scan_steps(graph, arrays, fork(first, 1), 8, Sampling(), -1, given) for given in (None, matrices)
+    )
+    same = (words == others).all(0)  # a word that was nearly chosen leads to another text
+    assert same.mean() > 0.6
+    for one, other in zip(plain.state.layers, fast.state.layers):
+        assert error(*(jax.tree.map(lambda x: x[same] if x.ndim else x, layer) for layer in (other, one))) < 0.02
+
+
+def test_generation_goes_by_the_kernels_where_they_are_available(monkeypatch):
+    """In float32, interpreted: the same texts, in segments, greedily and by chance."""
+    model = make_model(micro(attention=KINDS["both"], adaptive_cutoffs=()))
+    assert packed_weights(model, 3) is None  # not on a CPU
+    begin = lambda: prefill(model, [[1, 2, 3], [4], [5, 6]], 6, seed=1)  # noqa: E731
+    how = [dict(end=-1, segment=4), dict(end=7, segment=4, sampling=Sampling(0.8))]
+    plain = [generate_tokens(model, begin(), 6, **one)[1] for one in how]
+    monkeypatch.setattr(support, "available", lambda model, texts: True)
+    monkeypatch.setattr(fused.FusedModel.__init__, "__kwdefaults__", {"interpret": True})
+    calls = []
+    monkeypatch.setattr(fused, "linear_step", lambda *args, **kw: calls.append(1) or linear_step(*args, **kw))
+    assert [generate_tokens(model, begin(), 6, **one)[1] for one in how] == plain
+    assert calls
+    monkeypatch.setattr(generate, "available_memory", lambda: 1000)
+    assert packed_weights(model, 3) is None  # no room for a second copy
+
+
+linear_step = layer_kernels.linear_step
+
+
+def test_it_is_for_plain_layers_alone():
+    assert all(support.suits(abstract_model(micro(attention=kinds))) for kinds in KINDS.values())
+    for fields in (
+        dict(gated=True), dict(norm_placement="both"), dict(norm="rms"), dict(activation="gelu"),
+        dict(attention=(AttentionSpec("linear", "t2r", 16),)), dict(attention=(MERGED,), kv_heads=1),
+        dict(width=96), dict(feedforward=80),
+    ):  # fmt: skip
+        assert not support.suits(abstract_model(micro(**{"attention": (MERGED,), **fields}))), fields
+
+
+def test_of_words_equally_likely_the_first_is_chosen():
+    words = jnp.zeros((96, 32)).at[jnp.array([7, 40, 90])].set(1.0)  # in several tiles
+    packed = tiles.pack(tiles.Matrix(words, jnp.zeros(96).at[:4].set(-jnp.inf)), jnp.float32)
+    x = jnp.array([[1.0], [-1.0]]) * jnp.ones((2, 32))
+    assert layer_kernels.greedy_token(tiles.factors(x), packed, interpret=True)[:2].tolist() == [7, 4]
+
+
+def test_factors_stand_where_their_index_says():
+    x = jax.random.normal(jax.random.key(0), (17, 64))
+    factors = tiles.factors(x)
+    assert jnp.array_equal(tiles.texts(factors)[:17], x)
+    assert jnp.array_equal(factors[0][tiles.indices(jnp.arange(64), 64)], x[:16])
+
+
+def test_products_of_the_papers_size(monkeypatch):
+    """Eight warps, and four parts of 1,024 columns each."""
+    monkeypatch.undo()
+    x, rows = (jax.random.normal(jax.random.key(seed), (size, 4096)) for seed, size in ((0, 16), (1, 2048)))
+    packed = tiles.pack(tiles.Matrix(rows, jnp.arange(2048.0)), jnp.float32)
+    assert packed.tiles.shape == (128, 4, 16 * 1024)
+    tile = tiles.Tile(list(packed.tiles[3]), packed.sums[48:64], packed.bias[48:64], 48)
+    found = tiles.product(list(tiles.factors(x).reshape(4, -1)), tile)
+    assert error(found, x @ rows[48:64].T) < 1e-5 and tile.rows.tolist() == tile.bias.tolist()
+
+
+def test_a_matrix_comes_back_from_its_tiles():
+    rows = jax.random.normal(jax.random.key(0), (48, 64))
+    packed = tiles.pack(tiles.Matrix(rows, jnp.zeros(48)), jnp.float32)
+    assert packed.tiles.shape == (3, 2, 16 * 32) and packed.columns == 32
+    parts = [[tiles.of_rows(part, 16)[0] for part in tile] for tile in packed.tiles]
+    assert jnp.array_equal(jnp.block(parts), rows)
+
+
+@pytest.mark.parametrize("lines, programs", [(16384, 128), (24576, 96), (65536, 128), (1000, 7), (3, 128)])
+def test_all_that_comes_next_is_asked_for(lines, programs):
+    asked = np.concatenate(
+        [np.asarray(block) for program in range(programs) for block in share(lines, program, programs)]
+    )
+    assert set(asked.tolist()) == set(range(lines))
+
+
+PAPER = dict(width=1024, feedforward=4096, dtype="bfloat16")
+SHAPES = {
+    "language model": (micro, dict(PAPER, heads=8, attention=(MERGED, SOFTMAX), adaptive_cutoffs=()), 5 + 4),
+    "translation": (
+        micro_mt,
+        dict(
+            PAPER, heads=16, attention=(MERGED, SOFTMAX), cross_attention=(AttentionSpec("merged", "t2r", 4), SOFTMAX)
+        ),
+        8 + 6,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_the_papers_models_lower_for_gpus(kind, monkeypatch):
+    """Five kernels for each layer, three more that see a source, and two for the words, in bfloat16."""
+    monkeypatch.undo()
+    make, fields, kernels = SHAPES[kind]
+    graph, arrays = nnx.split(abstract_model(make(**fields)))
+    tokens, going = jnp.zeros((16, 1), jnp.int32), jnp.ones((16, 1), bool)
+
+    def begin(arrays):
+        model = nnx.merge(graph, arrays)
+        return model.init_state(
+            16, 64, source_states(model, jnp.ones((16, 8), jnp.int32)) if make is micro_mt else None
+        )
+
+    def step(arrays, state):
+        model = nnx.merge(graph, arrays)
+        fast = fused.FusedModel(model, fused.pack_model(model))
+        hidden, state = fast(tokens, state=state, mask=going)
+        return fast.greedy_token(hidden[:, 0]), state
+
+    with imagined_gpu():
+        lowered = jax.jit(step).trace(arrays, jax.eval_shape(begin, arrays)).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert text.count("xla.gpu.triton") == kernels + 2

@@ -1,0 +1,91 @@
+"""The kernels of the loss over rare words, interpreted where there is no GPU, against the loop they stand for."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from ml_collections import ConfigDict
+
+from t2r.kernels import rare_tokens as rare_words
+from t2r.kernels import support
+from t2r.model import cross_entropy as loss_module
+from t2r.model.cross_entropy import LogitInputs, cross_entropy
+from t2r.training.sharding import make_mesh
+from tests.conftest import error, make_model, micro, random_tokens
+from tests.kernels.test_attention_kernels import imagined_gpu
+
+TOKENS, WORDS = 200, 1100
+
+
+@pytest.mark.parametrize("width, count", [(16, 150), (16, 0), (256, 3), (256, 200)])
+def test_it_is_the_loop_and_its_derivative_too(width, count):
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (TOKENS, width), jnp.bfloat16)
+    table = jax.random.normal(keys[1], (WORDS, width)) * width**-0.5
+    targets = jax.random.randint(keys[2], (TOKENS,), 0, WORDS)
+    weights = jax.random.normal(keys[3], (TOKENS,))
+    inside = jnp.arange(TOKENS) < count
+
+    def kernels(x, table):
+        found = rare_words.losses(x, table, targets, jnp.int32(count), jax.default_backend() != "gpu")
+        return (weights * found).sum(), found
+
+    def loop(x, table):
+        found = cross_entropy(LogitInputs(x[None], table), targets[None], inside[None], rare=True)[0]
+        return (weights * found).sum(), found
+
+    found, expected = (jax.jit(jax.value_and_grad(one, (0, 1), has_aux=True))(x, table) for one in (kernels, loop))
+    assert error(found[0], expected[0]) < 1e-4
+    assert error(found[1], expected[1]) < 1e-2  # gradients of bfloat16 vectors are bfloat16
+    np.testing.assert_array_equal(found[0][1][count:], 0)
+    np.testing.assert_array_equal(found[1][0][count:].astype(np.float32), 0)
+
+
+def test_they_lower_for_a_gpu():
+    shapes = jax.ShapeDtypeStruct((300, 64), jnp.bfloat16), jax.ShapeDtypeStruct((WORDS, 64), jnp.float32)
+    others = jax.ShapeDtypeStruct((300,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    gradient = jax.jit(jax.grad(lambda *given: rare_words.losses(*given).sum(), (0, 1)))
+    with imagined_gpu():
+        text = gradient.trace(*shapes, *others).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 3
+
+
+def test_they_are_for_gpus_and_widths_they_can_multiply(monkeypatch):
+    vectors = lambda width, dtype=jnp.bfloat16: jnp.zeros((2, width), dtype)  # noqa: E731
+    for backend in ("cpu", "gpu", "tpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        assert support.has_rare_token_kernels("auto", vectors(64)) == (backend == "gpu")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert not support.has_rare_token_kernels("off", vectors(64))
+    assert not any(support.has_rare_token_kernels("auto", vectors(width)) for width in (8, 48, 512))
+    assert not support.has_rare_token_kernels("auto", vectors(64, jnp.float32))
+
+
+def test_many_tokens_take_less_room(monkeypatch):
+    """Their sums over words are held for each part of the vocabulary."""
+    x, table = jnp.zeros((1000, 64)), jnp.zeros((WORDS, 64))
+    assert rare_words._Blocks.of(x, table, True).parts == rare_words.PARTS
+    monkeypatch.setattr(rare_words, "SUMS", 3 * x.size)
+    assert rare_words._Blocks.of(x, table, True).parts == 3
+
+
+@pytest.mark.parametrize("axes", [{}, {"data": 4, "fsdp": 2}, {"tensor": 2, "data": 4}])
+def test_the_adaptive_softmax_uses_them(axes, monkeypatch):
+    """On one device or each on its own rows; where words are divided, it does without."""
+    monkeypatch.setattr(loss_module, "has_rare_token_kernels", lambda kernels, x: kernels != "off")
+    calls, losses = [], rare_words.losses
+    monkeypatch.setattr(rare_words, "losses", lambda *given: calls.append(1) or losses(*given, True))
+    tokens, results = random_tokens(8, 9), []
+    for kernels in ("auto", "off"):
+        graph, arrays = nnx.split(make_model(micro(width=64, kernels=kernels, dtype="bfloat16")))
+
+        def loss(arrays, graph=graph):
+            return nnx.merge(graph, arrays).losses(tokens[:, :-1], tokens[:, 1:]).mean()
+
+        with jax.set_mesh(make_mesh(ConfigDict(axes))) if axes else contextlib.nullcontext():
+            results.append(jax.jit(jax.value_and_grad(loss))(arrays))
+    assert error(*results) < 1e-3
+    assert len(calls) == (0 if "tensor" in axes else 2)  # two rarer bands

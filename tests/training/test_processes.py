@@ -1,0 +1,95 @@
+"""Two real processes that train one model: as one process, in numbers; killed, in a message."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.training.runs import ROOT, command, environment, losses, train
+
+MESH = ["--config.mesh.data=1", "--config.mesh.fsdp=2", "--config.mesh.tensor=2", "--config.optimizer.eps=1e-3"]
+
+
+def start(config_file, workdir, *more, count=2):
+    """One run in several processes of two devices each."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    env = environment()
+    env["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
+    together = [f"--coordinator=localhost:{port}", f"--processes={count}"]
+    return [
+        subprocess.Popen(
+            command(config_file, workdir, *MESH, *more, *together, f"--process={number}"), env=env, cwd=ROOT,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def finish(processes):
+    """(status, output, errors) of each; the library that CPUs talk through says a line of its own, or two halves."""
+    results = []
+    for process in processes:
+        out, errors = process.communicate(timeout=200)
+        said = [line for line in out.splitlines() if line and "[Gloo]" not in line and "peer ranks" not in line]
+        results.append((process.returncode, said, errors))
+    return results
+
+
+def wait_for_steps(processes, workdir, count):
+    while len(losses(workdir)) < count and all(process.poll() is None for process in processes):
+        time.sleep(0.01)
+
+
+def test_two_processes_are_one(config_file, tmp_path):
+    """Stopped by a SIGTERM to one of them, gone on with by one process alone: losses, checkpoints, model of one."""
+    workdir, constant = tmp_path / "two", "--config.optimizer.schedule=constant"
+    processes = start(config_file, workdir, constant, "--config.steps=5000")
+    wait_for_steps(processes, workdir, 11)
+    processes[1].send_signal(signal.SIGTERM)
+    for status, out, errors in finish(processes):
+        assert status == 128 + signal.SIGTERM and not out, errors
+    stopped = max(losses(workdir))
+    assert str(stopped) in [path.name for path in (workdir / "checkpoints").iterdir()]
+
+    steps = f"--config.steps={stopped + 2}"
+    first, second = finish(start(config_file, workdir, constant, steps))
+    assert first[0] == second[0] == 0, first[2] + second[2]
+    assert f"continuing at step {stopped} of" in first[2] and "validation" not in second[2]
+    assert json.loads(first[1][-1])["steps"] == stopped + 2 and not second[1]
+
+    again = train(config_file, workdir, constant, "--config.optimizer.eps=1e-3", f"--config.steps={stopped + 4}")
+    assert again.returncode == 0, again.stderr
+    alone = tmp_path / "one"
+    one = train(config_file, alone, constant, "--config.optimizer.eps=1e-3", f"--config.steps={stopped + 4}")
+    assert one.returncode == 0, one.stderr
+    found, expected = losses(workdir), losses(alone)
+    assert found.keys() == expected.keys()
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+    arrays, wanted = (load_file(path / "model" / "model.safetensors") for path in (workdir, alone))
+    for name in wanted:
+        np.testing.assert_allclose(arrays[name], wanted[name], atol=1e-5)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_ends_the_other_with_a_message(config_file, tmp_path, victim):
+    processes = start(config_file, tmp_path / "run", "--config.steps=5000")
+    wait_for_steps(processes, tmp_path / "run", 4)
+    os.kill(processes[victim].pid, signal.SIGKILL)
+    survivor = finish(processes)[1 - victim]
+    assert survivor[0] != 0
+    assert "has lost another one" in survivor[2] or "another task died" in survivor[2], survivor[2]
+    assert max(losses(tmp_path / "run")) >= 4
+
+
+def test_an_error_in_one_process_ends_both(config_file, tmp_path):
+    for status, _, errors in finish(start(config_file, tmp_path / "run", "--config.data.batch=4000")):
+        known = {2: "fewer than data.batch=4000", 75: "has lost another one"}
+        assert known[status] in errors, errors

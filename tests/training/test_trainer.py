@@ -1,0 +1,299 @@
+"""Whole runs, in processes of their own: killed at any moment and started again, they end the same."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from t2r.__main__ import main
+from t2r.errors import InputError
+from t2r.training import trainer
+from t2r.training.build import build
+from t2r.training.config import load_config
+from t2r.training.metrics import read_metrics
+from tests.training.runs import ROOT, command, environment, losses, train
+
+PAIRS = """
+from t2r.training.config import architecture, default_config
+
+def get_config():
+    config = default_config()
+    config.steps = 9
+    config.model = architecture("micro_mt", layers=1, dropout=0.1)
+    config.convert.update(feature_map="rfa", features=4, cross_features=8)
+    config.data.update(source="tsv:{table}", vocab_size=320, length=40, batch_tokens=96, buckets=2, {data})
+    config.accumulate = 2
+    config.label_smoothing = 0.1
+    config.optimizer.update(schedule="inverse_sqrt", warmup_steps=4)
+    config.log_every = 1
+    config.checkpoint_every = 2
+    config.average_checkpoints = 3
+    return config
+"""
+
+
+def pairs_config(tmp_path, data=""):
+    from t2r.data.pairs import number_pairs
+
+    table = tmp_path / "pairs.tsv"
+    table.write_text("".join(f"{s}\t{t}\n" for s, t in number_pairs(1000)[:600]))
+    path = tmp_path / "pairs.py"
+    path.write_text(PAIRS.format(table=table, data=data))
+    return path
+
+
+def kill_when(process, condition):
+    """kill -9 as soon as the condition holds; True if the process was still alive then."""
+    while process.poll() is None:
+        if condition():
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def test_killed_runs_end_as_if_nothing_had_happened(config_file, tmp_path):
+    """kill -9 several times: between steps, while a checkpoint is being written, and right after one."""
+    whole = train(config_file, tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    expected = losses(tmp_path / "whole")
+    assert len(expected) == 24
+
+    workdir = tmp_path / "killed"
+    folder = workdir / "checkpoints"
+    chance = random.Random(0)
+
+    def logged():
+        return len(losses(workdir))
+
+    def writing():  # orbax writes under another name and renames
+        return folder.exists() and any("tmp" in p.name for p in folder.iterdir())
+
+    moments = [
+        lambda: logged() >= 2,  # before the first checkpoint
+        writing,
+        lambda: logged() >= 8 + chance.randrange(3),
+        lambda: writing() and logged() >= 12,
+    ]
+    kills = 0
+    for moment in moments:
+        process = subprocess.Popen(
+            command(config_file, workdir),
+            env=environment(),
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        kills += kill_when(process, moment)
+    assert kills == 4
+    final = train(config_file, workdir)
+    assert final.returncode == 0, final.stderr
+    assert losses(workdir) == expected
+    result, reference = (json.loads(run.stdout.splitlines()[-1]) for run in (final, whole))
+    assert result["valid_perplexity"] == reference["valid_perplexity"]
+    steps = [line["step"] for line in read_metrics(workdir / "metrics.jsonl") if "loss" in line]
+    assert steps == sorted(set(steps)), "each step is logged once"
+
+
+def test_killed_runs_on_pairs_end_the_same_and_average_their_checkpoints(tmp_path):
+    """The result of a run is the mean of the parameters of its last checkpoints."""
+    config_file = pairs_config(tmp_path)
+    whole = train(config_file, tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    assert "of which is padding" in whole.stderr and "steps 6, 8, 9" in whole.stderr
+    workdir = tmp_path / "killed"
+    process = subprocess.Popen(
+        command(config_file, workdir), env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    assert kill_when(process, lambda: len(losses(workdir)) >= 5)
+    final = train(config_file, workdir)
+    assert final.returncode == 0, final.stderr
+    assert losses(workdir) == losses(tmp_path / "whole") and len(losses(workdir)) == 9
+    exported, reference = (
+        load_file(folder / "model" / "model.safetensors") for folder in (workdir, tmp_path / "whole")
+    )
+    restored = [checkpoint_arrays(workdir / "checkpoints" / step) for step in ("6", "8", "9")]
+    for name, array in exported.items():
+        np.testing.assert_array_equal(array, reference[name])
+        np.testing.assert_allclose(array, np.mean([arrays[name] for arrays in restored], 0), rtol=1e-5, atol=1e-7)
+
+
+def checkpoint_arrays(folder):
+    """Parameters straight from orbax's files."""
+    import orbax.checkpoint as ocp
+
+    state = ocp.StandardCheckpointer().restore(folder / "state")
+    return {name: np.asarray(array) for name, array in {**state["trained"], **state["frozen"]}.items()}
+
+
+def test_data_and_model_must_agree(tmp_path, text_file):
+    """And two tokenizers mean two embeddings."""
+    name = str(pairs_config(tmp_path, "joint_tokenizer=False, source_vocab_size=310"))
+    for field, value, message in [
+        ("source", f"text:{text_file}", "is text, but the model is a translation model: it needs pairs"),
+        ("length", 2, "data.length=2: of 575 pairs none is that short"),
+    ]:
+        config = load_config(name)
+        config.data[field] = value
+        with pytest.raises(InputError, match=message):
+            trainer.train(config, tmp_path / "run")
+    model, tokenizer, *_ = build(load_config(name), tmp_path / "built")
+    assert (model.config.source_vocab_size, model.config.vocab_size) == (310, 320) and not tokenizer.joint
+    assert not model.config.shared_embedding
+
+
+def test_a_run_survives_sigterm_a_damaged_checkpoint_and_another_mesh(config_file, tmp_path):
+    """Stopped on four devices, its newest checkpoint cut short, gone on with on two others: the losses of one."""
+    workdir, constant = tmp_path / "run", "--config.optimizer.schedule=constant"
+
+    def devices(count):
+        flags = environment()["XLA_FLAGS"] + f" --xla_force_host_platform_device_count={count}"
+        return {**environment(), "XLA_FLAGS": flags}
+
+    mesh = ["--config.mesh.data=1", "--config.mesh.fsdp=2", "--config.mesh.tensor=2", "--config.steps=5000"]
+    process = subprocess.Popen(
+        command(config_file, workdir, constant, *mesh), env=devices(4), cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while len(losses(workdir)) < 7 and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM and "stopped as asked, at step" in errors, errors
+    stopped = max(losses(workdir))
+    assert str(stopped) in [path.name for path in (workdir / "checkpoints").iterdir()]
+
+    truncate(workdir / "checkpoints" / str(stopped))
+    steps = f"--config.steps={stopped + 3}"
+    final = subprocess.run(
+        command(config_file, workdir, constant, "--config.mesh.fsdp=2", steps), env=devices(2), cwd=ROOT,
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert final.returncode == 0, final.stderr
+    assert f"the checkpoint of step {stopped} is damaged" in final.stderr and "continuing at step" in final.stderr
+    assert list((workdir / "checkpoints.damaged").iterdir()), "nothing is thrown away"
+    whole = train(config_file, tmp_path / "whole", constant, steps)
+    assert whole.returncode == 0, whole.stderr
+    found, expected = losses(workdir), losses(tmp_path / "whole")
+    assert found.keys() == expected.keys()
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-4)
+
+    truncate(workdir / "checkpoints")
+    before = sorted(path.name for path in (workdir / "checkpoints").iterdir())
+    lost = train(config_file, workdir, constant, steps)
+    assert lost.returncode == 2 and "no checkpoint in" in lost.stderr, lost.stderr
+    assert f"step {stopped + 3}:" in lost.stderr
+    assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == before
+
+
+def truncate(folder):
+    """Cuts every file in half."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_a_run_goes_on_with_more_steps_but_not_with_another_config(config_file, tmp_path, capsys):
+    workdir = tmp_path / "run"
+
+    def run(**fields):
+        config = load_config(str(config_file))
+        config.update(fields)
+        config.mesh.data = 1
+        return trainer.train(config, workdir)
+
+    with pytest.raises(InputError, match="fewer than"):
+        run(data=dict(batch=4000))
+    run(steps=4)  # a mistake that was mended is no other run
+    assert run(steps=6)["steps"] == 6 and "continuing at step 4 of 6" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"config.seed was 0, is 7(.|\n)*config.accumulate was"):
+        run(seed=7, accumulate=1)
+    provenance = json.loads((workdir / "model" / "provenance.json").read_text())
+    assert [entry["action"] for entry in provenance["history"]] == ["swap", "train"]
+    assert list((workdir / "tensorboard").glob("events*"))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(config_file, tmp_path):
+    """Step 1 leaves parameters so large that step 2 overflows; the checkpoint in between stays, no model appears."""
+    workdir = tmp_path / "run"
+    bad = dict(learning_rate=1e30, warmup_steps=0, clip_norm=0.0)
+    run = train(
+        config_file, workdir, "--config.checkpoint_every=1", *(f"--config.optimizer.{k}={v}" for k, v in bad.items())
+    )
+    assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
+    assert "step 2" in run.stderr and "config.optimizer.learning_rate (now 1e+30)" in run.stderr
+    assert f"the checkpoint of step 1 in {workdir}" in run.stderr
+    assert [path.name for path in (workdir / "checkpoints").iterdir()] == ["1"]
+    assert not (workdir / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "messages"),
+    [
+        (["--config.stpes=3", "--config.data.bacth=1"], ["'stpes': did you mean 'steps'", "'data.bacth'"]),
+        (["--config.model.dropuot=0.1"], ["'model.dropuot': did you mean 'model.dropout'"]),
+        (["--config.steps=soon"], ["--config.steps=soon"]),
+        (["--config.convert.feature_map=t2rr"], ["'t2rr'", "performer"]),
+        (["--config.convert.features=-1", "--config.log_every=0"], ["convert.features=-1", "config.log_every=0"]),
+        (["--config.accumulate=3"], ["config.data.batch=4", "config.accumulate=3"]),
+        (["--config.data.source=text:/no/such/file"], ["no text file /no/such/file"]),
+        (["--config.data.batch=4000"], ["fewer than data.batch=4000"]),
+        (["--config.init_from=/nowhere"], ["config.init_from"]),
+    ],
+)
+def test_bad_configs_get_one_clear_error(config_file, tmp_path, monkeypatch, capsys, flags, messages):
+    arguments = ["train", f"--config={config_file}", f"--workdir={tmp_path}/run", *flags]
+    monkeypatch.setattr(sys, "argv", ["t2r", *arguments])  # where ml_collections looks for overridden fields
+    assert main(arguments) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    for message in messages:
+        assert message in printed
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_a_config_file_with_a_mistake_says_where(tmp_path, capsys):
+    path = tmp_path / "config.py"
+    path.write_text(
+        "from t2r.training.config import default_config\n\n"
+        "def get_config():\n    c = default_config()\n    c.stpes = 3\n"
+    )
+    assert main(["train", f"--config={path}", f"--workdir={tmp_path}/run"]) == 2
+    assert "config.py" in (printed := capsys.readouterr().err) and "stpes" in printed
+    assert main(["train", f"--config={tmp_path}/none.py", f"--workdir={tmp_path}/run"]) == 2
+    assert "no config file" in capsys.readouterr().err
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 2 MiB, in memory; only a superuser may have one."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_stops_the_run_and_loses_nothing(config_file, tmp_path, small_disk):
+    """With room again, it goes on to the losses of a run that had it all along."""
+    workdir, keep, steps = small_disk / "run", "--config.keep_checkpoints=100", "--config.steps=60"
+    stopped = train(config_file, workdir, keep, steps)
+    assert stopped.returncode == 2, stopped.stderr
+    assert f"error: the disk of {workdir} is full" in stopped.stderr
+    kept = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
+    assert kept and f"Intact: the checkpoints of steps {', '.join(map(str, kept))}." in stopped.stderr
+    subprocess.run(["mount", "-o", "remount,size=40m", small_disk], check=True)
+    final, whole = train(config_file, workdir, keep, steps), train(config_file, tmp_path / "whole", keep, steps)
+    assert final.returncode == whole.returncode == 0, final.stderr
+    assert f"continuing at step {kept[-1]} of 60" in final.stderr
+    assert losses(workdir) == losses(tmp_path / "whole")
