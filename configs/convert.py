@@ -1,19 +1,22 @@
-"""Any transformer you have → an RNN: conversion and finetuning, on any text or on what the transformer itself writes.
+"""Converts any imported transformer into an RNN and finetunes it, on your data or on text that it generated itself.
 
-    python -m t2r import --source=DIR_OR_FILE --output=MODEL
-    python -m t2r train --config=configs/convert.py[:VARIANT] --config.init_from=MODEL --workdir=DIR ...
+    t2r import --source=DIR_OR_FILE --output=MODEL
+    t2r train --config=configs/convert.py[:VARIANT] --config.init_from=MODEL --workdir=DIR ...
 
 VARIANT is
     text        language models, on --config.data.source=text:FILE (the default)
-    data_free   language models, on texts that the model writes before it is converted: config.teacher.texts of them
+    data_free   language models, on config.teacher.texts texts that the model generates before its conversion
     pairs       translation models, on --config.data.source=tsv:FILE
     distilled   translation models, on their own translations of the sources of --config.data.source=tsv:FILE
 
-What to set: config.convert.features (and cross_features); config.convert.keep, layers that stay softmax (none,
-every_4th, or numbers such as 3,7); config.steps, config.data.batch and length, config.optimizer.learning_rate;
-config.teacher.transfer_steps=1000, the first steps, in which each converted attention learns alone what the one it
-replaces says; for distilled, config.teacher.spliced=100000, more sources, each made of clauses of two others. The
-model brings its tokenizer. Results: results/stories15M.md, results/opus_mt.md.
+Fields to set:
+    convert.features, cross_features    feature sizes
+    convert.keep                        layers that keep softmax: none, every_4th, or indices such as 3,7
+    steps, data.batch, data.length, optimizer.learning_rate
+    teacher.transfer_steps=1000         attention transfer: in the first 1,000 steps each converted attention is fitted
+                                        to the output of the softmax attention it replaces
+    teacher.spliced=100000              for distilled: more source sentences, spliced from clauses of the others
+The imported model's tokenizer is used. Results: results/stories15M.md, results/opus_mt.md.
 """
 
 from t2r.errors import InputError
@@ -41,5 +44,5 @@ def get_config(variant: str = "text"):
         config.data.update(source="text:text.txt", length=256, batch=64)
         config.teacher.writes = config.data.documents = variant == "data_free"
     if config.teacher.writes:
-        config.teacher.soft = 0.5  # between its words alone and its probabilities alone, which both did worse
+        config.teacher.soft = 0.5  # better than hard labels alone (0) and than soft targets alone (1)
     return config

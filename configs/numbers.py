@@ -1,10 +1,13 @@
-"""Translation for two CPU cores, nothing to download: numbers in words, English to German, then an RNN that does it.
+"""English to German translation of numbers in words: a transformer, then RNNs converted from it. For two CPU cores.
 
-    python -m t2r train --config=configs/numbers.py[:ROW] --workdir=DIR
+    t2r train --config=configs/numbers.py[:ROW] --workdir=DIR
 
-ROW is `transformer` (the default), `t2r`, `elu`, `rfa` or `softmax`, which start from runs/numbers/model unless
-config.init_from names another, or `t2r_scratch`, `elu_scratch`, `rfa_scratch`. T2R and RFA have the paper's feature
-sizes, 32 for cross and 4 for causal attention.
+ROW is
+    transformer              random initialisation (the default)
+    t2r, elu, rfa, softmax   finetuned from config.init_from (default: runs/numbers/model); softmax, which is not
+                             converted, is a control
+    t2r_scratch, elu_scratch, rfa_scratch    random initialisation
+T2R and RFA have the paper's feature sizes: 32 for cross and 4 for causal attention. The data is built in.
 """
 
 from t2r.training.config import architecture, default_config, pretrained

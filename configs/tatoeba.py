@@ -1,13 +1,16 @@
-"""Translation at the size of a hundred thousand pairs, English to German: a transformer, then RNNs made of it.
+"""English to German translation with about 160,000 pairs (Tatoeba): a transformer, then RNNs converted from it.
 
-    python -m t2r train --config=configs/tatoeba.py[:ROW] --config.data.source=tsv:deu.txt --workdir=DIR
+    t2r train --config=configs/tatoeba.py[:ROW] --config.data.source=tsv:deu.txt --workdir=DIR
 
-The data is Tatoeba's sentence pairs as https://www.manythings.org/anki/ (deu-eng.zip) has them: English, tab, German.
-Any tab-separated file of pairs will do. Splits are by source: no sentence of the test split is trained on.
+The data is deu-eng.zip from https://www.manythings.org/anki/: lines of English, tab, German. Any tab-separated file of
+pairs works. Splits are by source sentence: no source of the test split is trained on.
 
-ROW is `transformer` (the default), or a row of the paper's Table 2: `t2r`, `elu`, `rfa`, and the control `softmax`,
-which start from runs/tatoeba/transformer/model unless config.init_from names another; `t2r_scratch`, `elu_scratch`,
-`rfa_scratch`, trained from random initialisation for as long as the transformer. Results: results/tatoeba.md.
+ROW is
+    transformer              random initialisation (the default)
+    t2r, elu, rfa, softmax   finetuned from config.init_from (default: runs/tatoeba/transformer/model); softmax, which
+                             is not converted, is a control
+    t2r_scratch, elu_scratch, rfa_scratch    random initialisation, as many steps as the transformer
+Results: results/tatoeba.md.
 """
 
 from t2r.training.config import architecture, default_config, pretrained
@@ -31,11 +34,11 @@ def get_config(name: str = "transformer"):
     if row.from_scratch:
         config.model = architecture("small_mt", dtype="bfloat16")
         config.steps = 10_000
-        # Reduced for T2R by the paper's factor: 3e-4 instead of 5e-4.
+        # Lower for T2R by the paper's factor, 3e-4 / 5e-4.
         config.optimizer.update(learning_rate=9e-4 if name == "t2r_scratch" else 1.5e-3, warmup_steps=2000)
     else:
         config.init_from = "runs/tatoeba/transformer/model"
         config.model = pretrained(dropout=0.2, dtype="bfloat16")
         config.steps = 5000
-        config.optimizer.update(learning_rate=6e-4, warmup_steps=500)  # again the paper's factor: 2e-4
+        config.optimizer.update(learning_rate=6e-4, warmup_steps=500)  # lower by the paper's factor, 2e-4 / 5e-4
     return config

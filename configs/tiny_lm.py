@@ -1,21 +1,21 @@
-"""A language model for two CPU cores: a transformer on text that every Python has, then an RNN made of it.
+"""A small language model on Python's own documentation: a transformer, then RNNs converted from it. For two CPU cores.
 
-    python -m t2r train --config=configs/tiny_lm.py[:VARIANT] --workdir=DIR
+    t2r train --config=configs/tiny_lm.py[:VARIANT] --workdir=DIR
 
 VARIANT is
     transformer   pretraining (the default); its result ships as builtin:tiny_lm
-    t2r           conversion and 150 steps of finetuning, under two minutes on two cores; what the quickstart runs
-    t2r_long      the same conversion, 3,000 larger steps
-    t2r_75, elu, rfa, performer, phi_frozen, phi_only, softmax    likewise, each also with _long
-    t2r_scratch   T2R from random initialisation, trained as long as the transformer
+    t2r           conversion and 150 steps of finetuning, under two minutes on two cores; the quickstart runs it
+    t2r_long      conversion and 3,000 steps with larger batches
+    t2r_75, elu, rfa, performer, phi_frozen, phi_only, softmax    other conversions; each also with _long
+    t2r_scratch   T2R from random initialisation, as many steps as the transformer
 
-Costs and scores measured here are in results/tiny_lm.md.
+Measured times and perplexities: results/tiny_lm.md.
 """
 
 from t2r.errors import InputError
 from t2r.training.config import architecture, default_config, pretrained
 
-# What takes the place of softmax (feature map, features, layers kept) and which parameters then train.
+# (feature map, feature size (0: the default), layers that keep softmax, trainable parameters)
 CONVERSIONS = {
     "t2r": ("t2r", 32, "none", "all"),
     "t2r_75": ("t2r", 32, "every_4th", "all"),
@@ -24,7 +24,7 @@ CONVERSIONS = {
     "performer": ("performer", 32, "none", "all"),
     "phi_frozen": ("t2r", 32, "none", "all_but_feature_maps"),
     "phi_only": ("t2r", 32, "none", "feature_maps"),
-    "softmax": ("", 0, "none", "all"),  # no conversion: what the same finetuning does to the transformer itself
+    "softmax": ("", 0, "none", "all"),  # a control: the same finetuning without a conversion
 }
 
 
@@ -36,7 +36,7 @@ def get_config(variant: str = "transformer"):
         long_run(config)
         config.model = architecture("tiny_lm", dropout=0.4)
         config.steps = 4000
-        config.export_dtype = "float16"  # half the size to ship
+        config.export_dtype = "float16"  # half the file size, for the package
         if variant == "t2r_scratch":
             config.convert.feature_map, config.convert.features = "t2r", 32
         return config
@@ -55,7 +55,7 @@ def get_config(variant: str = "transformer"):
         config.model = pretrained(dropout=0.4)
         config.steps = 3000
     else:
-        config.model = pretrained()  # little more than one pass over the data: no dropout
+        config.model = pretrained()  # no dropout: this is little more than one epoch
         config.steps = 150
         config.data.batch = 8
         config.optimizer.warmup_steps = 15
@@ -64,7 +64,7 @@ def get_config(variant: str = "transformer"):
 
 
 def long_run(config) -> None:
-    """Half a million tokens are few: many passes over them need strong regularisation."""
+    """Settings for many epochs over few tokens (half a million): larger batches and strong weight decay."""
     config.data.batch = 32
     config.optimizer.weight_decay = 0.1
     config.optimizer.warmup_steps = 100

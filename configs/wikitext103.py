@@ -1,34 +1,35 @@
 """The paper's language modelling experiments (Table 1, Figures 4 and 5), with the hyperparameters of its appendix.
 
-    python -m t2r train --config=configs/wikitext103.py:ROW --workdir=runs/wikitext103/ROW
+    t2r train --config=configs/wikitext103.py:ROW --workdir=runs/wikitext103/ROW
 
-ROW, and the paper's perplexity on the validation and test set:
+ROW, with the paper's perplexity on the validation and test set:
 
     transformer   17.9  18.5     32 layers, trained from random initialisation for 286,000 steps
-    elu_scratch   22.0  22.8     likewise, with linear attention; k = 128
+    elu_scratch   22.0  22.8     the same with linear attention, feature size k = 128
     rfa_scratch   20.4  21.3     k = 32
     t2r_scratch   20.1  20.8     k = 32
-    elu           21.5  22.2     142,000 steps from runs/wikitext103/transformer/model, or config.init_from
+    elu           21.5  22.2     142,000 steps from config.init_from (default: runs/wikitext103/transformer/model)
     rfa           20.8  21.6
     t2r           19.0  19.6
-    t2r_75        17.9  18.5     every fourth layer from the top kept
+    t2r_75        17.9  18.5     every fourth layer from the top keeps softmax
     t2r_8, t2r_16, t2r_64, t2r_128     other feature sizes (Figure 4)
-    phi_frozen    all but φ is trained
+    phi_frozen    φ is not trained, everything else is
     phi_only      only φ is trained
 
-The data is read word by word, as launch/prepare_data --name=wikitext103 [--files=DIR] has written it. Score with
-    python -m t2r evaluate --model=runs/wikitext103/t2r/model --data=tfds:wikitext103
+The data is tokenised by words; prepare it with launch/prepare_data --name=wikitext103 [--files=DIR]. Evaluate with
+    t2r evaluate --model=runs/wikitext103/t2r/model --data=tfds:wikitext103
 
-448,472,512 parameters in the transformer: embeddings of 20,000 · 1,024 + 40,000 · 256 + 207,735 · 64, their projections
-of (1,024 + 256 + 64) · 1,024, two classes of 1,024; 32 layers of 12,596,224 (an attention of 4 · (1,024² + 1,024), a
-feed-forward of 2 · 1,024 · 4,096 + 5,120, two norms of 2,048). T2R adds 8 · 32 · (128 + 1) to each layer it converts.
+448,472,512 parameters in the transformer: adaptive embeddings of 20,000 · 1,024 + 40,000 · 256 + 207,735 · 64 with
+projections of (1,024 + 256 + 64) · 1,024, and two class vectors of 1,024; 32 layers of 12,596,224 (attention:
+4 · (1,024² + 1,024), feed-forward: 2 · 1,024 · 4,096 + 5,120, two norms of 2,048). T2R adds 8 · 32 · (128 + 1)
+parameters to each converted layer.
 """
 
 from t2r.errors import InputError
 from t2r.model.config import RATES, preset
 from t2r.training.config import architecture, default_config, pretrained
 
-# Feature map, features (0: the map's own), layers kept, what trains.
+# (feature map, feature size (0: the default), layers that keep softmax, trainable parameters)
 ROWS = {
     "transformer": ("", 0, "none", "all"),
     "elu_scratch": ("elu", 0, "none", "all"),
@@ -63,11 +64,11 @@ def get_config(row: str = "transformer"):
         name="nesterov", momentum=0.99, clip_norm=0.1, warmup_from=1e-7, period_growth=2.0, peak_shrink=0.75
     )
     config.log_every, config.eval_every, config.checkpoint_every = 100, 5000, 1000
-    # The lowest rates are those of the appendix's tables; its text has a tenth of each.
+    # Minimum learning rates as in the appendix's tables; its text has a tenth of each.
     if row == "transformer" or row.endswith("_scratch"):
         config.model = architecture("paper_lm", dtype="bfloat16", scan_layers=True)
         config.steps = 286_000
-        config.data.batch = 144  # 3,072 tokens on each of 8 GPUs, 3 times before each update: 73,728
+        config.data.batch = 144  # 3,072 tokens on each of 8 GPUs, accumulated 3 times: 73,728 tokens
         config.accumulate = 3
         config.optimizer.update(learning_rate=1.0, min_learning_rate=1e-4, warmup_steps=16_000, period=270_000)
     else:

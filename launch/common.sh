@@ -1,6 +1,6 @@
-# Sourced by the scripts that start runs elsewhere: flags, --dry_run, and the command of a run.
+# Functions for the scripts that start runs (local, slurm, gke, tpu): flags, --dry_run, and the command of a run.
 
-usage() { # the comment at the head of the script
+usage() { # prints the comment at the top of the script
   sed -n '2,/^[^#]/{/^#/!d;s/^# \{0,1\}//;p}' "$0"
 }
 
@@ -9,7 +9,7 @@ fail() { # message
   exit 2
 }
 
-# Reads --name=value into flag_name, bare --name as 1, and what follows -- into COMMAND. The known names are given first:
+# Stores --name=value in flag_name, --name as 1, and everything after -- in COMMAND. The first argument lists the flags:
 #   parse_flags "name zone dry_run" "$@"
 parse_flags() {
   local known=" $1 " argument name value unknown=()
@@ -26,24 +26,24 @@ parse_flags() {
       *) unknown+=("$argument") ;;
     esac
   done
-  [ ${#unknown[@]} -eq 0 ] || fail "unknown: ${unknown[*]}. Flags are --name=value, one of:${known% }; the run's command follows --"
+  [ ${#unknown[@]} -eq 0 ] || fail "unknown: ${unknown[*]}. Write flags as --name=value; the flags are:${known% }; the t2r command follows --"
 }
 
-flag() { # name [default]: its value; without a default it must be there
+flag() { # name [default]: prints the value of a flag; without a default the flag is required
   local variable=flag_$1
   if [ -n "${!variable:-}" ]; then
     printf %s "${!variable}"
   elif [ $# -gt 1 ]; then
     printf %s "$2"
   else
-    echo "error: --$1=... is missing; --help says more" >&2
+    echo "error: --$1=... is missing; see --help" >&2
     return 2
   fi
 }
 
 dry() { [ -n "${flag_dry_run:-}" ]; }
 
-run() { # a command, which --dry_run only prints
+run() { # runs a command; with --dry_run only prints it
   if dry; then
     printf '%q ' "$@"
     echo
@@ -52,15 +52,15 @@ run() { # a command, which --dry_run only prints
   fi
 }
 
-need() { # a program that must be there, unless nothing is run
-  dry || command -v "$1" >/dev/null || fail "no $1 on this machine: $2"
+need() { # program, hint: fails if the program is not installed, except with --dry_run
+  dry || command -v "$1" >/dev/null || fail "$1 is not installed on this machine: $2"
 }
 
 need_command() {
-  [ ${#COMMAND[@]} -gt 0 ] || fail "what to run is missing: end with -- train --config=... --workdir=..."
+  [ ${#COMMAND[@]} -gt 0 ] || fail "what to run is missing: end the line with -- train --config=... --workdir=..."
 }
 
-quoted() { # words, so that another shell reads them as they are
+quoted() { # prints its arguments quoted for another shell
   local words
   printf -v words '%q ' "$@"
   printf %s "${words% }"

@@ -1,15 +1,15 @@
-# Sourced by the scripts beside it: makes .venv with what the given requirement files ask for, once.
-# Safe to run again and after an interruption: the stamp that ends it is written last.
+# make_environment: creates .venv and installs requirement files, unless a stamp file says that this was done.
+# Safe to run again and after an interruption: the stamp is written last.
 
-fits() { # a command that is one of the Pythons t2r runs on
+fits() { # whether a command is a supported Python
   command -v "$1" >/dev/null && "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
 }
 
 find_python() {
   local candidate
-  if [ -n "${PYTHON:-}" ]; then # asked for: this one or none
+  if [ -n "${PYTHON:-}" ]; then # chosen by the user: no other is tried
     fits "$PYTHON" && command -v "$PYTHON" && return
-    echo "error: PYTHON=$PYTHON is no Python 3.11, 3.12 or 3.13; correct or unset it" >&2
+    echo "error: PYTHON=$PYTHON is not Python 3.11, 3.12 or 3.13; correct or unset it" >&2
     return 1
   fi
   for candidate in python3 python3.13 python3.12 python3.11; do
@@ -27,12 +27,12 @@ make_environment() { # requirement files...
   wanted=$( ("$python" -V; cat "$@") | sha256sum | cut -c1-16)
   stamp=.venv/ready-$wanted
   [ -e "$stamp" ] && return
-  # Another script's packages are no reason to start over; another Python or a half-made environment is.
+  # Other packages are added to an existing environment; a broken one, or one of another Python version, is recreated.
   if ! .venv/bin/python -c 'import pip' 2>/dev/null || [ "$("$python" -V)" != "$(.venv/bin/python -V)" ]; then
     rm -rf .venv
     if ! "$python" -m venv .venv; then
       rm -rf .venv
-      echo "error: $python cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv" >&2
+      echo "error: $python cannot create virtual environments. On Debian and Ubuntu: apt install python3-venv" >&2
       return 1
     fi
   fi

@@ -1,4 +1,4 @@
-"""t2r COMMAND, or python -m t2r COMMAND: dispatch, nothing else."""
+"""The command line: `t2r COMMAND`, or `python -m t2r COMMAND`. Finds and runs the command."""
 
 import ast
 import importlib.util
@@ -11,20 +11,22 @@ from absl import flags
 
 
 def main(arguments: list[str]) -> int:
-    """Runs a command; bad input is one message and status 2, anything else that goes wrong keeps its traceback."""
+    """Runs a command and returns its exit status. An InputError is one message and status 2; other errors propagate."""
     from t2r import commands
 
     modules = [module.name for module in pkgutil.iter_modules(commands.__path__)]
     names = sorted(name.replace("_", " ") for name in modules if not name.startswith("_"))
-    if " ".join(arguments[:2]) in names:  # such as `benchmark compile`
+    if " ".join(arguments[:2]) in names:  # two words, such as `benchmark compile`
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
     if not arguments or arguments[0] not in names:
-        asked_for_help = bool(arguments) and arguments[0] in ("help", "--help", "-h")
-        if arguments and not asked_for_help:
+        wants_help = bool(arguments) and arguments[0] in ("help", "--help", "-h")
+        if arguments and not wants_help:
             print(f"unknown command {arguments[0]!r}", file=sys.stderr)
         lines = (f"  {name:<20} {_summary(name)}" for name in names)
-        print("usage: t2r COMMAND ...  (COMMAND --help says more)\n\n" + "\n".join(lines))
-        return 0 if asked_for_help else 2
+        print(
+            "usage: t2r COMMAND [--FLAG=VALUE ...]      (t2r COMMAND --help explains a command)\n\n" + "\n".join(lines)
+        )
+        return 0 if wants_help else 2
     command = importlib.import_module(_module(arguments[0]))
     if {"--help", "-h", "-help"} & set(arguments):
         print(command.__doc__ + "\n" + flags.FLAGS.module_help(command))
@@ -41,16 +43,16 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except Stopped as stopped:
-        print(f"{stopped}; the same command goes on from there", file=sys.stderr)
-        return 128 + signal.SIGTERM  # what a scheduler expects of a process that it has told to stop
+        print(f"{stopped}; run the same command to resume", file=sys.stderr)
+        return 128 + signal.SIGTERM  # the status of a process that SIGTERM ended, which schedulers expect
     except KeyboardInterrupt:
-        print("stopped; what was saved is intact, and the same command goes on from it", file=sys.stderr)
+        print("stopped; saved files are intact: run the same command to resume", file=sys.stderr)
         return 130
     return 0
 
 
 def parse_flags(command, arguments: list[str]) -> None:
-    """Reads the flags; whatever is wrong with one is bad input."""
+    """Parses the flags of a command; raises an InputError if one is invalid."""
     from t2r.errors import InputError
 
     if hasattr(command, "_CONFIG"):
@@ -62,7 +64,7 @@ def parse_flags(command, arguments: list[str]) -> None:
     except (flags.Error, TypeError, ValueError) as error:
         raise InputError(str(error)) from None
     if rest:
-        raise InputError(f"unexpected arguments {' '.join(rest)}: flags are written --name=value")
+        raise InputError(f"unexpected arguments {' '.join(rest)}: write flags as --name=value")
 
 
 def _module(name: str) -> str:
@@ -70,7 +72,7 @@ def _module(name: str) -> str:
 
 
 def _summary(name: str) -> str:
-    # Read, not imported: commands define the same flags, and only one may be loaded.
+    # The source is parsed, not imported: commands define flags of the same names, so only one can be imported.
     source = importlib.util.find_spec(_module(name)).loader.get_source(_module(name))
     return ast.get_docstring(ast.parse(source)).splitlines()[0]
 

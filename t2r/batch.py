@@ -1,4 +1,4 @@
-"""Batches of token ids: what `data` makes, and models are trained and scored on."""
+"""Batches of token ids: what `t2r.data` yields, and what models are trained and evaluated on."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,29 +11,29 @@ PADDING = -1
 
 
 class Batch(NamedTuple):
-    """Token ids (b, n), and for translation those of the sources (b, m); PADDING fills up the ends of sequences.
+    """Token ids of sequences (b, n), and in translation of their sources (b, m), both padded at the end with PADDING.
 
-    Each token predicts the next. Arrays may be NumPy's, JAX's, or shapes of them.
+    The arrays may be NumPy's, JAX's, or `jax.ShapeDtypeStruct`s.
     """
 
     tokens: Array
     source: Array | None = None
 
 
-def pad_rows(rows: Sequence[Sequence[int]], count: int, width: int) -> Int[np.ndarray, "{count} {width}"]:
-    """Sequences of any lengths as one array, filled up with PADDING; missing sequences are padding alone."""
-    padded = np.full((count, width), PADDING, np.int32)
-    for place, ids in zip(padded, rows):
-        place[: len(ids)] = ids
+def pad_sequences(sequences: Sequence[Sequence[int]], batch: int, length: int) -> Int[np.ndarray, "{batch} {length}"]:
+    """Sequences of token ids as one array, padded with PADDING to a length and to a number of sequences."""
+    padded = np.full((batch, length), PADDING, np.int32)
+    for row, ids in zip(padded, sequences):
+        row[: len(ids)] = ids
     return padded
 
 
 def inputs_and_targets(batch: Batch) -> tuple[Int[Array, "b n"], Int[Array, "b n"]]:
-    """The model's inputs, and the token to predict from each; PADDING where there is none."""
-    # Padding stands at the end of sequences, where causal attention shows it to nothing that counts.
+    """Each sequence without its last token, and without its first: token i predicts target i, which may be PADDING."""
+    # PADDING becomes token 0 in the inputs. It needs no mask: it is at the end, where no real token attends to it.
     return jnp.maximum(batch.tokens[:, :-1], 0), batch.tokens[:, 1:]
 
 
 def pad_length(x: Array, length: int) -> Array:
-    """Sequences (b, n, …) with zeros after them, up to a length."""
+    """An array (b, n, …) padded with zeros to (b, length, …)."""
     return jnp.pad(x, [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))

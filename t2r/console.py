@@ -13,14 +13,14 @@ _silent = False
 
 
 def silence() -> None:
-    """Nothing of this process is shown any more but errors: another one prints for both."""
+    """Hides all further output of this process except errors: in a distributed run, only the first process prints."""
     global _silent
     _silent = True
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process ends
 
 
 class Progress:
-    """A progress bar with an ETA on a terminal, a plain line now and then elsewhere. Goes to standard error."""
+    """Progress on standard error: a bar with an ETA on a terminal, elsewhere a plain line every few seconds."""
 
     seconds_between_lines = 10.0
 
@@ -32,7 +32,7 @@ class Progress:
         self._bar = tqdm(total=total, initial=done, desc=name, dynamic_ncols=True) if terminal else None
 
     def advance(self, count: int = 1, **shown: Any) -> None:
-        """Moves on, with numbers to show beside the bar."""
+        """Counts `count` more items as done; `shown` holds values to print beside the progress."""
         self._done += count
         if self._bar is not None:
             self._bar.set_postfix({name: short(value) for name, value in shown.items()}, refresh=False)
@@ -44,11 +44,11 @@ class Progress:
         if now - self._last_line >= self.seconds_between_lines or self._done >= self._total:
             self._last_line = now
             left = (now - self._start) / max(self._done - self._first, 1) * (self._total - self._done)
-            numbers = "".join(f", {name} {short(value)}" for name, value in shown.items())
-            self.say(f"{self._name} {self._done}/{self._total}{numbers}, {left:.0f} s left")
+            values = "".join(f", {name} {short(value)}" for name, value in shown.items())
+            self.say(f"{self._name} {self._done}/{self._total}{values}, {left:.0f} s left")
 
     def say(self, line: str) -> None:
-        """A line above the bar."""
+        """Prints a line above the bar."""
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)
         else:
@@ -63,13 +63,13 @@ class Progress:
 
 
 def say(line: str) -> None:
-    """A line about what goes on, for people."""
+    """Prints a message for people to standard error."""
     if not _silent:
         print(line, file=sys.stderr, flush=True)
 
 
 def table(headers: list[str], rows: Iterable[Iterable[Any]]) -> str:
-    """Aligned columns: names to the left, numbers to the right."""
+    """A table with aligned columns: the first to the left, the others to the right."""
     cells = [[short(cell) for cell in row] for row in rows]
     widths = [max(len(line[column]) for line in [headers, *cells]) for column in range(len(headers))]
 
@@ -81,7 +81,7 @@ def table(headers: list[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def short(value: Any) -> str:
-    """A number as a person would write it."""
+    """A value as text; numbers are rounded to four digits and get thousands separators."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if isinstance(value, int):
@@ -92,5 +92,5 @@ def short(value: Any) -> str:
 
 
 def finish(result: dict[str, Any], stream: TextIO | None = None) -> None:
-    """The last line of every command."""
+    """Prints the result as one line of JSON: the last line of every command."""
     print(json.dumps(result), file=stream or sys.stdout, flush=True)

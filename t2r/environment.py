@@ -1,4 +1,4 @@
-"""What a figure was measured on: the machine and the versions, as they go into provenance and results; its memory."""
+"""The machine and package versions, as recorded in provenance and benchmark results; and available memory."""
 
 import importlib.metadata
 import math
@@ -28,12 +28,12 @@ def describe() -> dict[str, Any]:
 
 
 def total_bytes(arrays: Any) -> int:
-    """What arrays, or shapes of them, occupy."""
+    """Bytes that a pytree of arrays, or of `ShapeDtypeStruct`s, occupies."""
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(arrays))
 
 
 def available_memory() -> int | None:
-    """Bytes that are free for arrays on one device; None where nobody can tell."""
+    """Free bytes on the first local device; None if the platform does not report them."""
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
@@ -47,7 +47,7 @@ def available_memory() -> int | None:
 
 
 def _page_cache() -> int:
-    """Memory that Linux uses for files and gives back on demand."""
+    """Bytes of the Linux page cache and buffers, which the kernel frees on demand."""
     with open("/proc/meminfo") as file:
         fields = dict(line.split(":") for line in file)
     return int(fields["Cached"].split()[0]) * 1024 + int(fields["Buffers"].split()[0]) * 1024

@@ -1,15 +1,15 @@
-"""The one error type for bad input: what a user gave, what is wrong with it, how to mend it."""
+"""The error type for bad input. Its message names the value, the problem and the fix."""
 
 
 class InputError(ValueError):
-    """Bad input. The command line prints its message alone; anything else is a bug and keeps its traceback."""
+    """Bad input. The command line prints only the message; any other exception is a bug and keeps its traceback."""
 
 
 def raise_all(subject: str, problems: list[str]) -> None:
-    """Raises one InputError that lists every problem, so that a user mends them in one go."""
+    """Raises one InputError that lists every problem, so that a user can fix them all at once."""
     if problems:
         raise InputError(subject + "".join(f"\n  - {problem}" for problem in problems))
 
 
 class Stopped(Exception):
-    """The run was asked to stop (SIGTERM), and has saved what it needs to go on."""
+    """The run received SIGTERM and has saved what it needs to resume."""

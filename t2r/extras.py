@@ -1,4 +1,4 @@
-"""Packages that only some commands need: imported when needed, with an error that says how to install them."""
+"""Optional packages: imported by the commands that need them, with an error that says how to install them."""
 
 import importlib
 from types import ModuleType
@@ -7,7 +7,7 @@ from t2r.errors import InputError
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """The module; if it is not installed, an error that names the extra of t2r it comes with."""
+    """Imports and returns a module; if it is not installed, the error names the extra of t2r that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

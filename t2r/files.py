@@ -1,4 +1,4 @@
-"""Folders that are there whole or not at all."""
+"""Directories that are written atomically: complete or not at all."""
 
 import contextlib
 import os
@@ -11,9 +11,12 @@ from t2r.errors import InputError
 
 @contextlib.contextmanager
 def atomic_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
-    """A folder to write into, which gets its name when all is written, in place of an older one if `replace`."""
-    unfinished, old = (path.with_name(f"{path.name}.{os.getpid()}.{what}") for what in ("unfinished", "old"))
-    shutil.rmtree(unfinished, ignore_errors=True)  # a process that was killed may have had this number
+    """Yields a temporary directory to write into, and renames it to `path` at the end.
+
+    With `replace`, an existing directory is replaced. If the body raises, the temporary directory is removed.
+    """
+    unfinished, old = (path.with_name(f"{path.name}.{os.getpid()}.{suffix}") for suffix in ("unfinished", "old"))
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process with the same id
     try:
         unfinished.mkdir(parents=True)
     except (PermissionError, NotADirectoryError, FileExistsError) as error:

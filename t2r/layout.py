@@ -1,8 +1,8 @@
-"""Where arrays lie on a device mesh. Dimensions have names, and a name has the mesh axis it is divided along.
+"""How arrays are sharded over a device mesh: each dimension has a name, and each name its mesh axes.
 
-The axes of a mesh: `data` divides sequences; `fsdp` divides sequences too, and the parameters and what the optimizer
-keeps of them, which are gathered layer by layer when they are needed; `tensor` divides the work within a layer, by
-heads (or features, where the heads do not divide), feed-forward units and words of the vocabulary.
+The mesh axes: `data` shards the batch. `fsdp` shards the batch too, and also parameters and optimizer state, which are
+gathered layer by layer when needed. `tensor` shards the work within a layer: heads (or features, if the number of heads
+is not divisible), feed-forward units, and the vocabulary.
 """
 
 import re
@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 AXES = ("data", "fsdp", "tensor")
 
-# The one table: dimension → mesh axes.
+# Dimension → the mesh axes that shard it.
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "width": ("fsdp",),
@@ -26,7 +26,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "vocabulary": ("tensor",),
 }
 
-# Dimensions of parameters, by the end of their name. Vectors of the residual stream's width are left whole.
+# The dimensions of parameters, by how their names end. Those not listed, vectors of `width`, are replicated.
 PARAMETERS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(query|key|value)\.kernel", ("width", "heads", None)),
     (r"(query|key|value)\.bias", ("heads", None)),
@@ -43,7 +43,7 @@ PARAMETERS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"positions", (None, "width")),
 )
 
-# Dimensions of activations and of the state.
+# The dimensions of hidden activations, and of the arrays of a decoding state.
 HIDDEN = ("batch", None, None)
 LINEAR_STATE = {
     "S": ("batch", "heads", "features", None),
@@ -54,23 +54,26 @@ KV_CACHE = {"k": ("batch", "heads", None, None), "v": ("batch", "heads", None, N
 
 
 def partition_spec(dimensions: Sequence[str | None], shape: Sequence[int], sizes: dict[str, int]) -> PartitionSpec:
-    """How an array is divided: each dimension along its axes, if no other has taken them and they divide it."""
-    taken, parts = set(), []
+    """The sharding of an array with these dimension names, on a mesh whose axes have these `sizes`.
+
+    A dimension is sharded by its axes in RULES, unless an earlier dimension uses them or its size is not divisible.
+    """
+    used, parts = set(), []
     for name, size in zip(dimensions, shape):
-        axes = tuple(axis for axis in RULES.get(name, ()) if sizes.get(axis, 1) > 1 and axis not in taken)
-        ways = 1
+        axes = tuple(axis for axis in RULES.get(name, ()) if sizes.get(axis, 1) > 1 and axis not in used)
+        shards = 1
         for axis in axes:
-            ways *= sizes[axis]
-        if not axes or size % ways:
+            shards *= sizes[axis]
+        if not axes or size % shards:
             parts.append(None)
             continue
-        taken.update(axes)
+        used.update(axes)
         parts.append(axes if len(axes) > 1 else axes[0])
     return PartitionSpec(*parts)
 
 
 def dimensions_of(name: str) -> tuple[str | None, ...]:
-    """The dimensions of a parameter; () for those that are kept whole."""
+    """The dimension names of the parameter `name`; () if it is replicated."""
     for pattern, dimensions in PARAMETERS:
         if re.search(rf"(^|\.){pattern}$", name):
             return dimensions
@@ -78,30 +81,35 @@ def dimensions_of(name: str) -> tuple[str | None, ...]:
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """For a tree that holds parameters, or what an optimizer keeps of each, in dicts by name: where each leaf lies."""
+    """The sharding of each leaf of a tree with dicts from parameter names to arrays, such as an optimizer's state.
+
+    Leaves that are in no such dict, or do not have their parameter's number of dimensions, are replicated.
+    """
     sizes = dict(mesh.shape)
 
-    def place(path: tuple, leaf: Any) -> NamedSharding:
+    def sharding(path: tuple, leaf: Any) -> NamedSharding:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
         dimensions = dimensions_of(names[-1]) if names else ()
         if len(dimensions) != len(leaf.shape):
             return NamedSharding(mesh, PartitionSpec())
         return NamedSharding(mesh, partition_spec(dimensions, leaf.shape, sizes))
 
-    return jax.tree_util.tree_map_with_path(place, tree)
+    return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
 def uninitialized(shape: Sequence[int], dtype: Any) -> Array:
-    """Room for what is written before it is read; zeros where the compiler divides arrays, since it would not divide
-    this one."""
+    """An array whose contents are arbitrary, to be written before it is read.
+
+    Zeros if the compiler shards arrays over a mesh: it does not shard `jax.lax.empty`.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     axes = [] if mesh is None or mesh.empty else zip(mesh.axis_sizes, mesh.axis_types)
-    divided = any(size > 1 and kind != AxisType.Manual for size, kind in axes)
-    return jnp.zeros(shape, dtype) if divided else jax.lax.empty(shape, dtype)
+    compiler_shards = any(size > 1 and kind != AxisType.Manual for size, kind in axes)
+    return jnp.zeros(shape, dtype) if compiler_shards else jax.lax.empty(shape, dtype)
 
 
 def constrain(x: Array, dimensions: Sequence[str | None]) -> Array:
-    """Says how an activation is divided, where a mesh is set (`jax.set_mesh`); elsewhere, nothing."""
+    """x with the sharding of its dimension names, if a mesh is set (`jax.set_mesh`); otherwise x."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh is None or mesh.empty or mesh.size == 1:
         return x

@@ -1,4 +1,4 @@
-"""The normaliser of linear attention: what the sum of weights becomes before it divides."""
+"""The normaliser of linear attention, which keeps its denominator φ(q)·z away from zero."""
 
 from typing import NamedTuple
 
@@ -7,10 +7,10 @@ from jaxtyping import Array
 
 
 class Normalizer(NamedTuple):
-    """The denominator of linear attention: max(φ(q)·z, value) if `clamp`, else φ(q)·z + value."""
+    """The denominator as a function of φ(q)·z: max(φ(q)·z, value) if `clamp`, else φ(q)·z + value."""
 
     clamp: bool
     value: float
 
-    def __call__(self, total: Array) -> Array:
-        return jnp.maximum(total, self.value) if self.clamp else total + self.value
+    def __call__(self, denominator: Array) -> Array:
+        return jnp.maximum(denominator, self.value) if self.clamp else denominator + self.value

@@ -1,6 +1,7 @@
-"""Several processes that work on one run, on one machine or many, through jax.distributed.
+"""Distributed runs: several processes, on one machine or many, through jax.distributed.
 
-Each has its own devices and the same arguments; together they have one mesh. All compute, one prints and writes.
+Every process has its own devices and gets the same arguments; together they form one mesh. All compute; only the first
+prints and writes files.
 """
 
 import contextlib
@@ -16,14 +17,18 @@ from jax.experimental import multihost_utils
 from t2r import console
 from t2r.errors import InputError, Stopped
 
-LOST = 75  # the status of a process that ended because another did: schedulers know it as "try again"
+# The exit status of a process that ends because another one did: EX_TEMPFAIL, which schedulers take as "try again".
+EXIT_LOST_PEER = 75
 
 
 def join(coordinator: str, processes: int, process: int) -> None:
-    """Meets the others at HOST:PORT, which is the first one's; `auto` finds them as TPU slices and schedulers tell."""
+    """Connects to the other processes through `coordinator`, the HOST:PORT of the first one.
+
+    `auto` takes the address and the process numbers from the TPU slice or the scheduler. An empty string: one process.
+    """
     if not coordinator:
         if processes or process >= 0:
-            raise InputError("--processes and --process need --coordinator=HOST:PORT, where the first process waits")
+            raise InputError("--processes and --process need --coordinator=HOST:PORT, the address of the first process")
         return
     options: dict = {}
     if coordinator != "auto":
@@ -43,7 +48,7 @@ def join(coordinator: str, processes: int, process: int) -> None:
 
 
 def is_distributed() -> bool:
-    """Whether there are other processes."""
+    """Whether the run has more than one process."""
     return jax.process_count() > 1
 
 
@@ -53,30 +58,30 @@ def is_first() -> bool:
 
 
 def on_first_process(action: Callable[[], object]) -> None:
-    """The first process does it; the others wait until it is done."""
+    """Runs the action in the first process; the others wait until it is done."""
     if is_first():
         action()
     barrier("first_does")
 
 
 def barrier(name: str) -> None:
-    """Until all have come here."""
+    """Waits until all processes have reached this call."""
     if is_distributed():
         multihost_utils.sync_global_devices(name)
 
 
 def all_agree(value: bool) -> bool:
-    """Whether it is true in all of them."""
+    """Whether the value is true in every process."""
     return value if not is_distributed() else bool(np.all(multihost_utils.process_allgather(np.array(value))))
 
 
 def stop_requested(step: int) -> bool:
-    """Whether one of them has got SIGTERM, in which case all stop after the same step. To be asked at every step."""
+    """Whether any process has received SIGTERM; all get True at the same step. Must be called at every step."""
     return multihost_utils.reached_preemption_sync_point(step)
 
 
 def gather(array: jax.Array) -> np.ndarray:
-    """The whole of an array that may be divided among processes."""
+    """The whole array, also when it is sharded over processes."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
@@ -84,9 +89,9 @@ def gather(array: jax.Array) -> np.ndarray:
 
 @contextlib.contextmanager
 def exit_together() -> Iterator[None]:
-    """Within it, a process that fails ends at once, so that the others notice, and one that notices says so.
+    """In its body, a process that fails exits at once, so that the others notice and exit too, with a message.
 
-    Left to itself, it would wait at its end for processes that wait for it.
+    A normal exit would hang: jax.distributed waits at exit for the other processes, which wait for this one.
     """
     try:
         yield
@@ -103,14 +108,14 @@ def exit_together() -> Iterator[None]:
             traceback.print_exc()
         reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
         print(
-            f"{name} has lost another one, and ends ({reason}). What was saved is intact: start the same command in "
-            "all processes again, and it goes on from there",
+            f"{name} has lost another one and exits ({reason}). Saved checkpoints are intact: start the same command "
+            "in all processes again to resume",
             file=sys.stderr,
             flush=True,
         )
-        os._exit(LOST)
+        os._exit(EXIT_LOST_PEER)
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    words = ("Gloo", "NCCL", "Connection", "connection", "UNAVAILABLE", "coordination", "heartbeat", "DEADLINE")
-    return isinstance(error, (RuntimeError, ValueError)) and any(word in str(error) for word in words)
+    signs = ("Gloo", "NCCL", "Connection", "connection", "UNAVAILABLE", "coordination", "heartbeat", "DEADLINE")
+    return isinstance(error, (RuntimeError, ValueError)) and any(sign in str(error) for sign in signs)

@@ -32,7 +32,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from absl import flags  # noqa: E402
 from flax import nnx  # noqa: E402
-from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis import HealthCheck, is_hypothesis_test, settings  # noqa: E402
 
 from t2r.__main__ import main  # noqa: E402
 from t2r.data.tokenizer import SentencePiece  # noqa: E402
@@ -40,11 +40,19 @@ from t2r.model import transformer  # noqa: E402
 from t2r.model.config import AttentionSpec, ModelConfig, preset  # noqa: E402
 from t2r.model.parameters import abstract_model, arrays_of, with_arrays  # noqa: E402
 
-# Each example compiles, so they are few; the seed is fixed, so that a failure is the same everywhere.
-settings.register_profile(
-    "t2r", max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-settings.load_profile("t2r")
+# Each example compiles, so the quick suite has few; the seed is fixed, so that a failure is the same everywhere.
+# `pytest -m property --hypothesis-profile=thorough` tries many.
+common = dict(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+settings.register_profile("quick", max_examples=3, **common)
+settings.register_profile("thorough", max_examples=25, **common)
+settings.load_profile("quick")
+
+
+def pytest_collection_modifyitems(items):
+    """Tests of properties can be chosen with -m property."""
+    for item in items:
+        if is_hypothesis_test(getattr(item, "obj", None)):
+            item.add_marker("property")
 
 
 def error(actual, expected) -> float:

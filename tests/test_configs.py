@@ -1,4 +1,4 @@
-"""The configs that ship: every row loads, is valid, and has the size its file says."""
+"""The configs in configs/: every variant loads, is valid, and has the number of parameters its file states."""
 
 import importlib.util
 import re
@@ -14,7 +14,7 @@ from t2r.model.parameters import abstract_model, arrays_of, parameter_count
 from t2r.training.config import check, load_config
 from t2r.training.optimizer import make_schedule
 from t2r.training.rows import ROWS
-from t2r.training.shapes import architecture_of, part_of_shapes, run_of_shapes
+from t2r.training.shapes import abstract_part, abstract_run, base_architecture
 from t2r.training.sharding import make_mesh
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -22,9 +22,9 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 def module(name):
     spec = importlib.util.spec_from_file_location(name, CONFIGS / f"{name}.py")
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    config_module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(config_module)
+    return config_module
 
 
 VARIANTS = (
@@ -37,22 +37,22 @@ VARIANTS = (
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_row_is_a_valid_run(variant):
+def test_every_variant_is_a_valid_run(variant):
     config = load_config(f"{CONFIGS}/{variant}")
     check(config)
     rate = make_schedule(config.optimizer, config.steps)
     assert float(rate(config.optimizer.warmup_steps)) == pytest.approx(config.optimizer.learning_rate)
 
 
-def test_rows_that_are_not_there_are_refused():
+def test_unknown_variants_are_refused():
     for name in ("wmt.py:en_es/t2r", "wmt.py:en_de/t2rr", "wikitext103.py:t2r_7", "tatoeba.py:lstm", "convert.py:all"):
         with pytest.raises(InputError, match="choose one of"):
             load_config(f"{CONFIGS}/{name}")
 
 
 @pytest.mark.parametrize("name", ["wmt", "wikitext103"])
-def test_the_papers_models_have_the_size_their_files_say(name):
-    """And φ adds r·k·(d + 1) to each attention it comes to."""
+def test_the_papers_models_have_the_stated_number_of_parameters(name):
+    """φ adds r·k·(d + 1) parameters to each converted attention, with r heads."""
     stated = int(re.search(r"^([\d,]+) parameters", module(name).__doc__, re.M)[1].replace(",", ""))
     transformer, t2r = (
         load_config(f"{CONFIGS}/{name}.py{row}") for row in ("", ":en_de/t2r" if name == "wmt" else ":t2r")
@@ -66,18 +66,18 @@ def test_the_papers_models_have_the_size_their_files_say(name):
     assert added == layers * heads * (plan.features + plan.cross_features) * (size + 1)
 
 
-def program_of(variant):
-    """What decides the program of a row's step: rows that share it are lowered once."""
+def program_key(variant):
+    """What determines the program of a variant's step: variants with the same program are lowered once."""
     config = load_config(f"{CONFIGS}/{variant}")
-    return (architecture_of(config), str(config.convert), config.trainable, config.label_smoothing,
-            str(part_of_shapes(config, 4)), config.optimizer.name)  # fmt: skip
+    return (base_architecture(config), str(config.convert), config.trainable, config.label_smoothing,
+            str(abstract_part(config, 4)), config.optimizer.name)  # fmt: skip
 
 
 FULL_SIZE = [variant for variant in VARIANTS if variant.startswith(("wmt", "wikitext103"))]
-DISTINCT = list({program_of(variant): variant for variant in FULL_SIZE}.values())
+DISTINCT = list({program_key(variant): variant for variant in FULL_SIZE}.values())
 
 
-# A minute and a half for all of them: by default, one of each task; `launch/test -m slow` has the others.
+# All of them take a minute and a half: by default one of each task runs, and the others with `launch/test -m slow`.
 FEW = ("wikitext103.py:t2r_75", "wmt.py:en_de/t2r")
 
 
@@ -86,16 +86,16 @@ FEW = ("wikitext103.py:t2r_75", "wmt.py:en_de/t2r")
     [v if v in FEW else pytest.param(v, marks=pytest.mark.slow) for v in (*FEW, *sorted(set(DISTINCT) - set(FEW)))],
 )
 def test_every_full_size_step_lowers_for_eight_devices_and_for_tpus(variant):
-    """All axes divided; the parameters lie on the devices as the mesh says."""
+    """On a mesh with all three axes; the lowered programs are partitioned."""
     config = load_config(f"{CONFIGS}/{variant}")
     mesh = make_mesh(ConfigDict(dict(data=2, fsdp=2, tensor=2)))
-    run = run_of_shapes(config, mesh)
+    run = abstract_run(config, mesh)
     for lowered in run.step(mesh, config.label_smoothing).lower(run.state, run.batch, "cpu", "tpu").values():
         assert "sdy.mesh" in lowered.as_text() or "mhlo.num_partitions = 8" in lowered.as_text()
 
 
 def test_steps_of_the_papers_batches():
-    """73,728 and 24,576 tokens of text, 458,752 of pairs."""
+    """73,728 and 24,576 tokens of text, 458,752 tokens of pairs per step."""
     lm, finetuned = (load_config(f"{CONFIGS}/wikitext103.py:{row}") for row in ("transformer", "t2r"))
     assert [c.data.batch * c.data.length for c in (lm, finetuned)] == [3072 * 8 * 3, 3072 * 8]
     assert load_config(f"{CONFIGS}/wmt.py").data.batch_tokens == 3584 * 8 * 16

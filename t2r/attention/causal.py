@@ -1,4 +1,4 @@
-"""How quadratic attention over the past is cut, so that little of what causality forbids is computed."""
+"""Causal attention over all pairs, in blocks of queries, so that few of the masked pairs are computed."""
 
 import itertools
 
@@ -7,17 +7,20 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from t2r.dropout import dropout
 
 
-def query_blocks(length: int, least: int = 128, most: int = 4) -> list[tuple[int, int]]:
-    """Bounds of a few blocks of queries; each sees keys up to its end, so that 4 blocks need 5/8 of all pairs."""
-    count = min(most, max(length // least, 1))
-    bounds = [round(place * length / count) for place in range(count + 1)]
+def query_blocks(length: int, min_length: int = 128, max_blocks: int = 4) -> list[tuple[int, int]]:
+    """(first, last) bounds of blocks of queries. Each block needs keys up to `last`: 4 blocks take 5/8 of all pairs."""
+    count = min(max_blocks, max(length // min_length, 1))
+    bounds = [round(i * length / count) for i in range(count + 1)]
     return list(itertools.pairwise(bounds))
 
 
 def drop_weights(
     weights: Float[Array, "b g n r m"], rate: float, key: PRNGKeyArray | None, *, first: int, length: int | None
 ) -> Float[Array, "b g n r m"]:
-    """Dropout on the weights of queries from `first` on, in a sequence of `length`: the same in whichever blocks."""
+    """Dropout on the attention weights of a block of queries that begins at query `first`, n queries by m keys.
+
+    With the `length` of the whole sequence, the result does not depend on how queries are cut into blocks.
+    """
     if length is None:
         return dropout(weights, rate, key)
     batch, groups, _, per_group, _ = weights.shape

@@ -1,12 +1,13 @@
 """φ: the feature maps of linear attention, by name.
 
-Linear attention replaces exp(q·k/√d) by φ(q)·φ(k). A feature map is a small module that is called
-once with the queries and once with the keys of a layer. Dimensions, here and in `linear.py`:
+Linear attention replaces the similarity exp(q·k/√d) by φ(q)·φ(k). A feature map is a module that is called once with
+the queries and once with the keys of a layer. Axes, here and in all of `t2r.attention`:
 
-    b batch, n or m length, g key/value heads, r query heads per key/value head, d head size, k features
+    b batch, n queries, m keys, g key/value heads, r query heads per key/value head, d head size, k features
 
-Queries are (b, n, g, r, d), keys are (b, m, g, d): φ belongs to a key/value head, and all query
-heads of its group share it, so that the recurrent state is as small as the group count allows.
+(The paper's r is the number of heads, here g·r, and its h is here `width`.) Queries are (b, n, g, r, d), keys are
+(b, m, g, d). Each key/value head has its own φ, which the r query heads of its group share: one state (S, z) for each
+key/value head is then enough.
 """
 
 from typing import NamedTuple
@@ -23,9 +24,9 @@ from t2r.normalizer import Normalizer
 class Features(NamedTuple):
     """φ(x) = values · exp(log_scale).
 
-    Maps that exponentiate keep the large part of the exponent apart in `log_scale`, one number per key
-    and head, so that `linear.py` can carry a running maximum instead of overflowing. Others leave it None.
-    Queries never need it: a factor common to all of a query's features cancels in the normalised output.
+    A map that exponentiates puts the largest exponent of each key and head into `log_scale`, and `linear.py` carries a
+    running maximum of it, so that nothing overflows. Other maps leave it None. Queries never need it: a scale that is
+    common to all features of a query cancels in the normalised output.
     """
 
     values: Array  # (b, n, g, r, k) for queries, (b, m, g, k) for keys
@@ -33,13 +34,14 @@ class Features(NamedTuple):
 
 
 class Constant(nnx.Variable):
-    """An array that belongs to the model and is saved with it, but is never trained."""
+    """An array that is saved with the model but never trained."""
 
 
 class T2R(nnx.Module):
-    """The paper's: φ(x) = relu(W x + b), one single-layer MLP per head, shared by queries and keys.
+    """The paper's feature map: φ(x) = relu(W_φ x + b_φ), one single-layer MLP for each head (§2.2).
 
-    Queries are scaled by d^-½ before φ, keys are not; because of b this does not cancel.
+    Queries and keys share it. Queries are scaled by d^-½ before φ, keys are not. The scale matters: because of b_φ it
+    does not cancel in the normalised output.
     """
 
     normalizer = Normalizer(clamp=True, value=1e-2)
@@ -61,7 +63,7 @@ class T2R(nnx.Module):
 
 
 class Elu(nnx.Module):
-    """Katharopoulos et al. (2020): φ(x) = elu(x) + 1. As many features as head dimensions, no scaling."""
+    """Katharopoulos et al. (2020): φ(x) = elu(x) + 1, so k = d. Queries are not scaled."""
 
     normalizer = Normalizer(clamp=False, value=1e-6)
     default_features = None  # the head size
@@ -70,7 +72,7 @@ class Elu(nnx.Module):
         if features != head_dim:
             raise InputError(
                 f"feature map 'elu' has as many features as the head has dimensions: "
-                f"features={features} cannot be, use {head_dim} or leave it out"
+                f"features={features} must be {head_dim} or left out"
             )
 
     def __call__(self, x: Array, *, is_query: bool, key: PRNGKeyArray | None = None) -> Features:
@@ -78,14 +80,14 @@ class Elu(nnx.Module):
 
 
 class Rfa(nnx.Module):
-    """Peng et al. (2021): random Fourier features of the Gaussian kernel on normalised vectors.
+    """Peng et al. (2021), RFA: random Fourier features of the Gaussian kernel on normalised vectors.
 
-    φ(x) = scale · [sin W x̂, cos W x̂], x̂ = x/(‖x‖ + 1e-3), W = W̃ ⊙ σ; D directions make k = 2D features.
-    W̃ comes from a fixed pool of standard Gaussian matrices: in training each head draws another one at
-    every step, in evaluation all use the first. σ (per head and dimension) is learned.
+    φ(x) = scale · [sin W x̂, cos W x̂] with x̂ = x / (‖x‖ + 1e-3) and W = W̃ ⊙ σ, where W̃ is (k/2, d).
+    W̃ comes from a fixed pool of standard Gaussian matrices. In training each head draws one at every step; in
+    evaluation all heads use the first. σ is learned for each head and dimension.
     """
 
-    # Released code has two pairs of scale and clamp that agree in ratio; this is the RFA authors' own.
+    # Released code has two pairs of (scale, clamp), equivalent up to a common factor. This is the RFA authors' own.
     scale = 0.1
     normalizer = Normalizer(clamp=True, value=1.0)
     default_features = 32
@@ -93,15 +95,15 @@ class Rfa(nnx.Module):
 
     def __init__(self, heads: int, head_dim: int, features: int, *, query_scale: float, rngs: nnx.Rngs):
         if features % 2:
-            raise InputError(f"feature map 'rfa' makes sine and cosine pairs: features={features} must be even")
+            raise InputError(f"feature map 'rfa' has pairs of a sine and a cosine: features={features} must be even")
         shape = (self.pool_size, features // 2, head_dim)
         self.pool = Constant(jax.random.normal(rngs.params(), shape))
         self.sigma = nnx.Param(jnp.ones((heads, head_dim)))
 
     def __call__(self, x: Array, *, is_query: bool, key: PRNGKeyArray | None = None) -> Features:
         heads = self.sigma.shape[0]
-        drawn = jnp.zeros(heads, int) if key is None else jax.random.randint(key, (heads,), 0, self.pool_size)
-        directions = self.pool[...][drawn] * self.sigma[...][:, None, :]  # (g, k/2, d)
+        choice = jnp.zeros(heads, int) if key is None else jax.random.randint(key, (heads,), 0, self.pool_size)
+        directions = self.pool[...][choice] * self.sigma[...][:, None, :]  # (g, k/2, d)
         unit = x.astype(jnp.float32)
         unit = unit / (_norm(unit) + 1e-3)
         angles = jnp.einsum("bng...d,gkd->bng...k", unit, directions)
@@ -112,53 +114,54 @@ class Rfa(nnx.Module):
 class Performer(nnx.Module):
     """Choromanski et al. (2021), FAVOR+: positive orthogonal random features of the softmax kernel.
 
-    φ(x) = m^-½ · exp(W x − ‖x‖²/2) with x scaled by d^-¼. The largest exponent of each key goes to
-    `log_scale`, so that S and z are kept relative to a running maximum: exact, causal and stable.
+    φ(x) = k^-½ · exp(W x − ‖x‖²/2) with x scaled by d^-¼. The largest exponent of each key goes to `log_scale`, so that
+    S and z are relative to a running maximum: exact, causal, and without overflow.
     """
 
-    # Nothing to regularise, the features are positive; this only keeps an underflow from dividing by zero. Its square
-    # stands in the gradient and must not underflow either.
+    # The features are positive, so the clamp only prevents a division by zero after an underflow. The gradient divides
+    # by its square, which must not underflow either.
     normalizer = Normalizer(clamp=True, value=1e-15)
     default_features = 32
 
     def __init__(self, heads: int, head_dim: int, features: int, *, query_scale: float, rngs: nnx.Rngs):
         self.directions = Constant(orthogonal_gaussian(rngs.params(), heads, features, head_dim))
-        self.input_scale = query_scale**0.5  # d^-¼ on both sides makes d^-½ in the product
+        self.input_scale = query_scale**0.5  # d^-¼ for queries and for keys: d^-½ in their product
 
     def __call__(self, x: Array, *, is_query: bool, key: PRNGKeyArray | None = None) -> Features:
         scaled = x.astype(jnp.float32) * self.input_scale
         exponent = jnp.einsum("bng...d,gkd->bng...k", scaled, self.directions[...])
         exponent -= 0.5 * _norm(scaled) ** 2 + 0.5 * jnp.log(exponent.shape[-1])
-        # The output does not depend on the maximum, so no gradient has to flow through it.
+        # The attention output does not depend on this maximum, so no gradient has to flow through it.
         largest = jax.lax.stop_gradient(exponent.max(-1))
         values = jnp.exp(exponent - largest[..., None]).astype(x.dtype)
         return Features(values, None if is_query else largest)
 
 
 def _norm(x: Array) -> Array:
-    """‖x‖ over the last axis, kept; with a gradient of zero instead of NaN at zero."""
+    """‖x‖ over the last axis (which becomes 1); its gradient at x = 0 is 0, not NaN."""
     square = jnp.sum(x * x, axis=-1, keepdims=True)
     positive = square > 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1.0)), 0.0)
 
 
 def orthogonal_gaussian(key: PRNGKeyArray, heads: int, features: int, head_dim: int) -> Float[Array, "g k d"]:
-    """Rows orthogonal within blocks of `head_dim`, each with the norm of an independent Gaussian vector."""
+    """Random directions, orthogonal within blocks of d, each with the norm of an independent Gaussian vector."""
     blocks = -(-features // head_dim)
     direction_key, norm_key = jax.random.split(key)
     q, r = jnp.linalg.qr(jax.random.normal(direction_key, (heads, blocks, head_dim, head_dim)))
-    # QR fixes signs by convention; those of r's diagonal make q uniform among the rotations, and the kernel unbiased.
+    # QR's sign convention biases q. With the signs of r's diagonal q is uniform among orthogonal matrices, and so the
+    # kernel estimate is unbiased.
     q = q * jnp.sign(jnp.diagonal(r, axis1=-2, axis2=-1))[..., None, :]
-    rows = q.reshape(heads, blocks * head_dim, head_dim)[:, :features]
-    norms = jnp.linalg.norm(jax.random.normal(norm_key, rows.shape), axis=-1, keepdims=True)
-    return rows * norms
+    directions = q.reshape(heads, blocks * head_dim, head_dim)[:, :features]
+    norms = jnp.linalg.norm(jax.random.normal(norm_key, directions.shape), axis=-1, keepdims=True)
+    return directions * norms
 
 
 FEATURE_MAPS = {"t2r": T2R, "elu": Elu, "rfa": Rfa, "performer": Performer}
 
 
 def feature_map_class(name: str) -> type:
-    """The class of a feature map; an unknown name is an error that lists the known ones."""
+    """The class of the feature map `name`."""
     if name not in FEATURE_MAPS:
         raise InputError(f"unknown feature map {name!r}: choose one of {', '.join(FEATURE_MAPS)}")
     return FEATURE_MAPS[name]

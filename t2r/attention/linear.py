@@ -1,10 +1,15 @@
-"""Linear attention as pure functions: quadratic, chunked, recurrent. One signature, one function of the inputs.
+"""Linear attention (the paper's §2.2) as pure functions: quadratic, chunked, recurrent.
 
-With S = Σ φ(k_j) ⊗ v_j and z = Σ φ(k_j) over the keys a query may see (those of `state`, then those of
-this call), the output is φ(q)·S / normalizer(φ(q)·z). Queries φ(q): (b, n, g, r, k), keys φ(k):
-(b, m, g, k), values: (b, m, g, d); dimensions as in `feature_map.py`. `mask` (b, m) is False where a key
-is padding: it then enters neither S nor z. Each form returns the output (b, n, g, r, d), in the values'
-type, and the state after the last key, in float32.
+The three forms have one signature and compute the same function. With
+
+    S_i = Σ_{j≤i} φ(k_j) ⊗ v_j        z_i = Σ_{j≤i} φ(k_j)        x_out_i = φ(q_i)·S_i / normalizer(φ(q_i)·z_i)
+
+each sum is over the keys in `state`, then over those of this call up to the query's own (without `causal`, over all).
+The paper divides by φ(q)·z itself; see `Normalizer`.
+
+Queries φ(q) are (b, n, g, r, k), keys φ(k) are (b, m, g, k), values are (b, m, g, d); axes as in `feature_map.py`.
+`mask` (b, m) is False where a key is padding: it then enters neither S nor z. Each form returns the output
+(b, n, g, r, d), in the dtype of the values, and the state after the last key, in float32.
 """
 
 import functools
@@ -20,14 +25,14 @@ from t2r.kernels import load as load_kernels
 from t2r.kernels.support import is_one_device, kernel_platform
 from t2r.normalizer import Normalizer
 
-# Stands for −∞ where −∞ − (−∞) must not become NaN.
+# The log_scale of "no key yet". Finite, because −∞ − (−∞) is NaN.
 LOWEST = -1e30
-# Up to this length all pairs of query and key cost less than the state between chunks.
+# Up to this length, computing all pairs of query and key costs less than carrying a state between chunks.
 QUADRATIC_LENGTH = 128
 
 
 class LinearState(NamedTuple):
-    """All that linear attention remembers. S and z are kept relative to exp(log_scale) where φ needs it."""
+    """The recurrent state (S, z). With a log_scale, the true values are S · exp(log_scale) and z · exp(log_scale)."""
 
     S: Float[Array, "b g k d"]
     z: Float[Array, "b g k"]
@@ -35,15 +40,20 @@ class LinearState(NamedTuple):
 
     @classmethod
     def zeros(cls, batch: Any, heads: int, features: int, head_dim: int, *, scaled: bool = False) -> "LinearState":
-        """The state before the first token; `scaled` for maps whose keys carry a log_scale. In a program for any number
-        of texts, `batch` is a symbol."""
+        """The state before the first token; `scaled` is for feature maps whose keys have a log_scale.
+
+        `batch` is a symbolic dimension in programs exported for any batch size.
+        """
         log_scale = jnp.full((batch, heads), LOWEST) if scaled else None
         return cls(jnp.zeros((batch, heads, features, head_dim)), jnp.zeros((batch, heads, features)), log_scale)
 
 
 def update(state: LinearState, k: Features, v: Array, mask: Bool[Array, "b m"] | None = None) -> LinearState:
-    """Adds any number of keys and values to S and z."""
-    k = _without_padding(k, mask)
+    """Adds keys and values to the state: S + Σ_j φ(k_j) ⊗ v_j and z + Σ_j φ(k_j).
+
+    With a log_scale, first rescales both terms to the new running maximum.
+    """
+    k = _zero_padding(k, mask)
     S, z, log_scale = state
     values = k.values
     if k.log_scale is not None:
@@ -55,19 +65,19 @@ def update(state: LinearState, k: Features, v: Array, mask: Bool[Array, "b m"] |
 
 
 def _outer_products(values: Float[Array, "b m g k"], v: Float[Array, "b m g d"]) -> Float[Array, "b g k d"]:
-    """Σ k vᵀ over all keys, in float32."""
+    """Σ_m φ(k_m) ⊗ v_m, in float32."""
     product = functools.partial(jnp.einsum, "bmgk,bmgd->bgkd", preferred_element_type=jnp.float32)
-    widened = lambda *arrays: product(*(x.astype(jnp.float32) for x in arrays))  # noqa: E731
-    # XLA for CPUs compiles such a product of bfloat16 in any layout, but cannot run it in some.
-    return jax.lax.platform_dependent(values, v, cpu=widened, default=product)
+    float32_product = lambda *arrays: product(*(x.astype(jnp.float32) for x in arrays))  # noqa: E731
+    # On CPUs XLA compiles this product of bfloat16 arrays, but in some layouts cannot run it.
+    return jax.lax.platform_dependent(values, v, cpu=float32_product, default=product)
 
 
 def query_state(state: LinearState, q: Features, normalizer: Normalizer, dtype=None) -> Float[Array, "b n g r d"]:
-    """What the queries see in the state: φ(q)·S / normalizer(φ(q)·z)."""
+    """x_out = φ(q)·S / normalizer(φ(q)·z)."""
     values = q.values.astype(jnp.float32)
-    above = jnp.einsum("bngrk,bgkd->bngrd", values, state.S)
-    below = jnp.einsum("bngrk,bgk->bngr", values, state.z)
-    return (above / normalizer(below)[..., None]).astype(dtype or q.values.dtype)
+    numerator = jnp.einsum("bngrk,bgkd->bngrd", values, state.S)
+    denominator = jnp.einsum("bngrk,bgk->bngr", values, state.z)
+    return (numerator / normalizer(denominator)[..., None]).astype(dtype or q.values.dtype)
 
 
 def quadratic(
@@ -84,30 +94,32 @@ def quadratic(
     dropout: float = 0.0,
     key: PRNGKeyArray | None = None,
 ) -> tuple[Float[Array, "b n g r d"], LinearState]:
-    """The definition: all pairs of query and key. Alone in having dropout, which falls on normalised weights.
+    """x_out_i = Σ_j φ(q_i)·φ(k_j) v_j / Σ_j φ(q_i)·φ(k_j), over all pairs of query and key.
 
-    The first query stands beside key number `offset`; `length` is that of the sequence these are a block of.
+    The only form with dropout, which acts on the normalised attention weights. The queries may be a block of a longer
+    sequence: the first query is at the position of key `offset`, and `length` is the length of the sequence.
     """
-    older, state = state, initial_state(k, v) if state is None else state
-    similarity, kept = _similarities(q, k, state, mask, causal, offset)
-    below = similarity.sum(-1)
-    if older is not None:
-        values = q.values.astype(jnp.float32) * kept
-        below += jnp.einsum("bngrk,bgk->bgnr", values, state.z)
-    divisor = normalizer(below)[..., None]
-    # As on the normalised weights: each is dropped or kept whole.
+    has_past = state is not None
+    state = state if has_past else initial_state(k, v)
+    similarity, state_scale = _similarities(q, k, state, mask, causal, offset)
+    denominator = similarity.sum(-1)
+    if has_past:
+        values = q.values.astype(jnp.float32) * state_scale
+        denominator += jnp.einsum("bngrk,bgk->bgnr", values, state.z)
+    denominator = normalizer(denominator)[..., None]
+    # Dropout commutes with the division below, so this is dropout on the normalised weights.
     similarity = drop_weights(similarity, dropout, key, first=offset, length=length)
     out = jnp.einsum("bgnrm,bmgd->bgnrd", similarity.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    if older is not None:
+    if has_past:
         out += jnp.einsum("bngrk,bgkd->bgnrd", values, state.S)
-    out /= divisor
+    out /= denominator
     return jnp.moveaxis(out, 1, 2).astype(v.dtype), update(state, k, v, mask)
 
 
 def weights(
     q: Features, k: Features, normalizer: Normalizer, *, mask: Array | None = None, causal: bool = True
 ) -> Float[Array, "b g n r m"]:
-    """The attention distribution itself, for analysis."""
+    """The attention weights φ(q_i)·φ(k_j) / normalizer(φ(q_i)·z_i), for analysis."""
     state = initial_state(k, jnp.zeros((*k.values.shape[:-1], 0)))
     similarity, _ = _similarities(q, k, state, mask, causal)
     return similarity / normalizer(similarity.sum(-1))[..., None]
@@ -124,9 +136,9 @@ def chunked(
     causal: bool = True,
     chunk: int = 128,
 ) -> tuple[Float[Array, "b n g r d"], LinearState]:
-    """Quadratic within chunks, recurrent between them: linear in length, and still matrix products."""
+    """Quadratic within chunks, recurrent between them: linear in length, with large matrix products."""
     state = initial_state(k, v) if state is None else state
-    if not causal:  # every query sees every key, so there is nothing to cut
+    if not causal:  # all queries share one state, which includes every key
         state = update(state, k, v, mask)
         return query_state(state, q, normalizer, v.dtype), state
 
@@ -134,32 +146,33 @@ def chunked(
     count = -(-length // chunk)
     mask = jnp.ones((batch, length), bool) if mask is None else mask
 
-    def cut(x: Array) -> Array:  # (b, n, …) → (b, chunks, chunk, …), the end padded and so masked
+    def split(x: Array) -> Array:  # (b, n, …) → (b, chunks, chunk, …); padding is zero, and so masked
         x = jnp.pad(x, [(0, 0), (0, count * chunk - length)] + [(0, 0)] * (x.ndim - 2))
         return x.reshape(batch, count, chunk, *x.shape[2:])
 
-    chunks = jax.tree.map(cut, (q, k, v, mask))
-    form = _chunks_at_once if k.log_scale is None else _chunk_by_chunk
-    out, state = form(*chunks, normalizer, state)
+    chunks = jax.tree.map(split, (q, k, v, mask))
+    run_chunks = _parallel_chunks if k.log_scale is None else _sequential_chunks
+    out, state = run_chunks(*chunks, normalizer, state)
     return out.reshape(batch, count * chunk, *out.shape[3:])[:, :length], state
 
 
-def _chunks_at_once(q: Features, k: Features, v: Array, mask: Array, normalizer: Normalizer, state: LinearState):
-    """All chunks are one batch, once each knows the state before it: the sum of those that came earlier."""
+def _parallel_chunks(q: Features, k: Features, v: Array, mask: Array, normalizer: Normalizer, state: LinearState):
+    """All chunks as one batch. The state before each is the cumulative sum of (S, z) over earlier chunks."""
     batch, count = v.shape[:2]
-    flat = lambda tree: jax.tree.map(lambda x: x.reshape(batch * count, *x.shape[2:]), tree)  # noqa: E731
-    q, k, v, mask = flat((q, k, v, mask))
-    each = update(initial_state(k, v), k, v, mask)
+    # (b, chunks, chunk, …) → (b · chunks, chunk, …)
+    merge_axes = lambda tree: jax.tree.map(lambda x: x.reshape(batch * count, *x.shape[2:]), tree)  # noqa: E731
+    q, k, v, mask = merge_axes((q, k, v, mask))
+    per_chunk = update(initial_state(k, v), k, v, mask)  # what each chunk adds to S and z
     after = jax.tree.map(
-        lambda first, x: first[:, None] + jnp.cumsum(x.reshape(batch, count, *x.shape[1:]), 1), state, each
+        lambda start, x: start[:, None] + jnp.cumsum(x.reshape(batch, count, *x.shape[1:]), 1), state, per_chunk
     )
-    before = jax.tree.map(lambda first, x: jnp.concatenate([first[:, None], x[:, :-1]], 1), state, after)
-    out, _ = quadratic(q, k, v, normalizer, state=flat(before), mask=mask)
+    before = jax.tree.map(lambda start, x: jnp.concatenate([start[:, None], x[:, :-1]], 1), state, after)
+    out, _ = quadratic(q, k, v, normalizer, state=merge_axes(before), mask=mask)
     return out.reshape(batch, count, *out.shape[1:]), jax.tree.map(lambda x: x[:, -1], after)
 
 
-def _chunk_by_chunk(q: Features, k: Features, v: Array, mask: Array, normalizer: Normalizer, state: LinearState):
-    """One after the other, for features on a scale that the largest key so far decides."""
+def _sequential_chunks(q: Features, k: Features, v: Array, mask: Array, normalizer: Normalizer, state: LinearState):
+    """Chunks in a scan, for features with a log_scale: a running maximum makes S and z no plain sums."""
 
     def one_chunk(state, inputs):
         q, k, v, mask = inputs
@@ -180,7 +193,7 @@ def recurrent(
     mask: Bool[Array, "b m"] | None = None,
     causal: bool = True,
 ) -> tuple[Float[Array, "b n g r d"], LinearState]:
-    """The RNN: for each token, update S and z, then read them."""
+    """The RNN: S_i = S_{i−1} + φ(k_i) ⊗ v_i and z_i = z_{i−1} + φ(k_i), then x_out_i from φ(q_i), S_i and z_i."""
     state = initial_state(k, v) if state is None else state
     mask = jnp.ones(v.shape[:2], bool) if mask is None else mask
 
@@ -209,22 +222,22 @@ def causal_attention(
     key: PRNGKeyArray | None = None,
     kernels: str = "auto",
 ) -> tuple[Array, LinearState]:
-    """Causal attention in the form that suits the length and the device. The one place that chooses."""
+    """Causal attention, in the form or kernel that suits the length and the device; the only code that chooses."""
     length, drops = v.shape[1], bool(dropout) and key is not None
     platform = kernel_platform(kernels, q.values, v) if k.log_scale is None else None
     if platform and length > QUADRATIC_LENGTH and state is None and (platform == "gpu" or not drops):
         kernel = load_kernels("attention_pairs" if drops else "attention_chunked")
         if kernel is not None:
-            k = _without_padding(k, mask)
-            after = update(initial_state(k, v), k, v)
-            how = dict(dropout=dropout, key=key) if drops else dict(platform=platform)
-            return kernel.attention(q.values, k.values, v, normalizer=normalizer, **how), after
+            k = _zero_padding(k, mask)
+            new_state = update(initial_state(k, v), k, v)
+            options = dict(dropout=dropout, key=key) if drops else dict(platform=platform)
+            return kernel.attention(q.values, k.values, v, normalizer=normalizer, **options), new_state
     if drops:
-        return _in_blocks(q, k, v, normalizer, state, mask, dropout, key)
+        return _quadratic_in_blocks(q, k, v, normalizer, state, mask, dropout, key)
     if length == 1:
-        in_place = platform and kernels == "on" and state is not None and is_one_device()
-        if in_place and (kernel := load_kernels("attention_step")) is not None:
-            key_features = _without_padding(k, mask).values[:, 0]
+        kernel_applies = platform and kernels == "on" and state is not None and is_one_device()
+        if kernel_applies and (kernel := load_kernels("attention_step")) is not None:
+            key_features = _zero_padding(k, mask).values[:, 0]
             out, S, z = kernel.step(q.values[:, 0], key_features, v[:, 0], state.S, state.z, normalizer)
             return out[:, None], LinearState(S, z)
         return recurrent(q, k, v, normalizer, state=state, mask=mask)
@@ -232,28 +245,31 @@ def causal_attention(
     return form(q, k, v, normalizer, state=state, mask=mask)
 
 
-def _in_blocks(q, k, v, normalizer, state, mask, dropout, key) -> tuple[Array, LinearState]:
-    """The quadratic form without most of the pairs that causality forbids."""
+def _quadratic_in_blocks(q, k, v, normalizer, state, mask, dropout, key) -> tuple[Array, LinearState]:
+    """`quadratic` in blocks of queries, each with the keys up to its end, so that few masked pairs are computed."""
 
-    def cut(x: Any, first: int, last: int) -> Any:
-        return jax.tree.map(lambda array: array[:, first:last], x)
+    def positions(tree: Any, first: int, last: int) -> Any:
+        return jax.tree.map(lambda x: x[:, first:last], tree)
 
     outs = []
-    chance = dict(length=v.shape[1], dropout=dropout, key=key)
+    dropout_options = dict(length=v.shape[1], dropout=dropout, key=key)
     for first, last in query_blocks(v.shape[1]):
-        here, (keys, values, seen) = cut(q, first, last), cut((k, v, mask), 0, last)
-        out, after = quadratic(here, keys, values, normalizer, state=state, mask=seen, offset=first, **chance)
+        block_q, (block_k, block_v, block_mask) = positions(q, first, last), positions((k, v, mask), 0, last)
+        out, new_state = quadratic(
+            block_q, block_k, block_v, normalizer, state=state, mask=block_mask, offset=first, **dropout_options
+        )
         outs.append(out)
-    return jnp.concatenate(outs, 1), after
+    return jnp.concatenate(outs, 1), new_state  # the last block has all keys
 
 
 def initial_state(k: Features, v: Array) -> LinearState:
-    """The empty state that fits these keys and values."""
+    """The empty state for keys and values of these shapes."""
     batch, _, heads, features = k.values.shape
     return LinearState.zeros(batch, heads, features, v.shape[-1], scaled=k.log_scale is not None)
 
 
-def _without_padding(k: Features, mask: Array | None) -> Features:
+def _zero_padding(k: Features, mask: Bool[Array, "b m"] | None) -> Features:
+    """φ(k) with zeros where the mask is False: such keys add nothing to S and z."""
     if mask is None:
         return k
     values = jnp.where(mask[..., None, None], k.values, 0)
@@ -263,23 +279,26 @@ def _without_padding(k: Features, mask: Array | None) -> Features:
 def _similarities(
     q: Features, k: Features, state: LinearState, mask, causal: bool, offset: int = 0
 ) -> tuple[Array, Array | float]:
-    """φ(q)·φ(k) of all pairs (b, g, n, r, m), zero where not allowed, and the factor left to the older state.
+    """φ(q)·φ(k) for all pairs (b, g, n, r, m), zero where masked, and the scale of S and z beside them.
 
-    With a log_scale both are relative to the running maximum that the recurrent form would have at each query.
+    With a log_scale both are relative to the running maximum that the recurrent form would have at each query;
+    the scale is then (b, n or 1, g, 1, 1). Without one it is 1.
     """
-    k = _without_padding(k, mask)
+    k = _zero_padding(k, mask)
     n, m = q.values.shape[1], k.values.shape[1]
     similarity = jnp.einsum("bngrk,bmgk->bgnrm", q.values, k.values, preferred_element_type=jnp.float32)
-    kept = 1.0
+    state_scale = 1.0
     if k.log_scale is not None:
-        last = (
-            jax.lax.cummax(k.log_scale, axis=1)[:, offset : offset + n] if causal else k.log_scale.max(1, keepdims=True)
-        )
-        running = jnp.maximum(last, state.log_scale[:, None])  # (b, n or 1, g)
-        scale = k.log_scale.mT[:, :, None, :] - running.mT[..., None]  # (b, g, n or 1, m)
-        similarity *= jnp.exp(jnp.minimum(scale, 0))[:, :, :, None]  # above 0 only where causality forbids
-        kept = jnp.exp(state.log_scale[:, None] - running)[..., None, None]
+        if causal:
+            largest = jax.lax.cummax(k.log_scale, axis=1)[:, offset : offset + n]
+        else:
+            largest = k.log_scale.max(1, keepdims=True)
+        running_max = jnp.maximum(largest, state.log_scale[:, None])  # (b, n or 1, g)
+        log_factor = k.log_scale.mT[:, :, None, :] - running_max.mT[..., None]  # (b, g, n or 1, m)
+        # Positive only for later keys, which are masked below; the minimum prevents an overflow there.
+        similarity *= jnp.exp(jnp.minimum(log_factor, 0))[:, :, :, None]
+        state_scale = jnp.exp(state.log_scale[:, None] - running_max)[..., None, None]
     if causal:
         allowed = jnp.arange(m) <= offset + jnp.arange(n)[:, None]
         similarity = jnp.where(allowed[:, None, :], similarity, 0)
-    return similarity, kept
+    return similarity, state_scale

@@ -1,8 +1,8 @@
-"""The modules: softmax, linear and merged linear attention behind one interface.
+"""Attention modules: softmax, linear and merged linear attention behind one interface.
 
-Causal self-attention is a call: `out, state = attention(x, state=state)`. Attention over a sequence that
-is known whole, one's own (bidirectional) or another's (cross), is two steps: `state = build_state(source)`
-once, then `out = query_state(x, state)` as often as needed. The state is a `KVCache` or a `LinearState`.
+Causal self-attention is a call: `out, state = attention(x, state=state)`. Bidirectional and cross attention are two
+steps: `state = build_state(source)` once, then `out = query_state(x, state)` as often as needed. The state is a
+`KVCache` or a `LinearState`. Axes are those of `feature_map.py`, and h = g·r is the number of query heads.
 """
 
 from dataclasses import dataclass
@@ -26,31 +26,31 @@ _xavier = nnx.initializers.xavier_uniform()
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The shape of multihead attention, the same before and after conversion."""
+    """The sizes and options of multihead attention; conversion does not change them."""
 
     width: int  # of the residual stream
     heads: int
     kv_heads: int
     head_dim: int
     bias: bool
-    projection_bias: bool | None = None  # of queries, keys and values; None: as bias
+    projection_bias: bool | None = None  # of the query, key and value projections; None: same as `bias`
     rotary: Rotary | None = None
-    norm_eps: float | None = None  # of an RMS norm of each query and key, before they are turned; None: there is none
-    window: int = 0  # softmax attention sees so many tokens back, itself included; 0: all
+    norm_eps: float | None = None  # epsilon of an RMS norm of queries and keys, before rotation; None: no such norm
+    window: int = 0  # softmax attends to the last `window` tokens, its own included; 0: all
     dropout: float = 0.0
     dtype: str = "float32"  # of activations; parameters are float32
-    kernels: str = "auto"  # see kernels.blocks
+    kernels: str = "auto"  # see `t2r.kernels.support.kernel_platform`
 
     @property
     def query_scale(self) -> float:
-        """d^-½."""
+        """d^-½, by which queries are multiplied."""
         return self.head_dim**-0.5
 
 
 def projection(
     shape: AttentionShape, heads: int, size: int, rngs: nnx.Rngs, *, bias: bool | None = None
 ) -> nnx.LinearGeneral:
-    """width → (heads, size)."""
+    """A linear layer from (…, width) to (…, heads, size)."""
     if bias is None:
         bias = shape.bias if shape.projection_bias is None else shape.projection_bias
     return nnx.LinearGeneral(
@@ -64,7 +64,7 @@ def projection(
 
 
 class _Attention(nnx.Module):
-    """What the three kinds share: values, output, and the path of a call."""
+    """The value and output projections, which all three kinds have."""
 
     def __init__(self, shape: AttentionShape, *, rngs: nnx.Rngs):
         self.shape = shape
@@ -80,14 +80,16 @@ class _Attention(nnx.Module):
         )
 
     def _grouped(self, q: Float[Array, "b n h d"]) -> Float[Array, "b n g r d"]:
+        """Query heads grouped by the key/value head they share."""
         return q.reshape(*q.shape[:2], self.shape.kv_heads, -1, q.shape[-1])
 
     def _finish(self, out: Float[Array, "b n g r d"]) -> Float[Array, "b n width"]:
+        """The output projection of the concatenated heads."""
         return self.out(out.reshape(*out.shape[:2], self.shape.heads, self.shape.head_dim))
 
 
 class _Projected(_Attention):
-    """Attention that builds queries and keys."""
+    """Attention with query and key projections: q = W_q x + b_q and k = W_k x + b_k."""
 
     def __init__(self, shape: AttentionShape, *, rngs: nnx.Rngs):
         super().__init__(shape, rngs=rngs)
@@ -98,11 +100,13 @@ class _Projected(_Attention):
             self.query_norm, self.key_norm = nnx.RMSNorm(shape.head_dim, **norm), nnx.RMSNorm(shape.head_dim, **norm)
 
     def queries(self, x: Float[Array, "b n width"], positions: Int[Array, "b n"] | None) -> Float[Array, "b n g r d"]:
+        """Queries, normalised and rotated if the model does that; `positions` None: 0, 1, 2, …"""
         q = self.query(x)
         q = q if self.shape.norm_eps is None else self.query_norm(q)
         return self._grouped(self._rotated(q, positions))
 
     def keys(self, x: Float[Array, "b m width"], positions: Int[Array, "b m"] | None) -> Float[Array, "b m g d"]:
+        """Keys, normalised and rotated if the model does that; `positions` None: 0, 1, 2, …"""
         k = self.key(x)
         k = k if self.shape.norm_eps is None else self.key_norm(k)
         return self._rotated(k, positions)
@@ -116,7 +120,7 @@ class _Projected(_Attention):
 
 
 class SoftmaxAttention(_Projected):
-    """The transformer's attention."""
+    """The pretrained transformer's attention (§2.1)."""
 
     kind = "softmax"
 
@@ -134,25 +138,25 @@ class SoftmaxAttention(_Projected):
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "b n width"], KVCache | None]:
         q, k, v = self.queries(x, positions), self.keys(x, positions), self.value(x)
-        scale, window, chance = self.shape.query_scale, self.shape.window, dict(dropout=self.shape.dropout, key=key)
+        shape, dropout_options = self.shape, dict(dropout=self.shape.dropout, key=key)
         if state is None:
-            kernels = self.shape.kernels
-            out = softmax.causal_attend(q, k, v, scale, mask=mask, window=window, kernels=kernels, **chance)
+            options = dict(mask=mask, window=shape.window, kernels=shape.kernels, **dropout_options)
+            out = softmax.causal_attend(q, k, v, shape.query_scale, **options)
         else:
-            out, state = self.attend_cached(q, k, v, state, mask, **chance)
+            out, state = self.attend_cached(q, k, v, state, mask, **dropout_options)
         return self._finish(out), state
 
     def attend_cached(
-        self, q: Array, k: Array, v: Array, state: KVCache, mask: Array | None, **dropout: Any
+        self, q: Array, k: Array, v: Array, state: KVCache, mask: Array | None, **dropout_options: Any
     ) -> tuple[Float[Array, "b n g r d"], KVCache]:
-        """Writes the keys and values into the cache, then attends to all of it."""
+        """Appends the keys and values to the cache, then attends to all of it; both are returned."""
         state = softmax.append(state, k, v, mask)
         allowed = softmax.cached_mask(state, q.shape[1], self.shape.window)
-        return softmax.attend(q, state.k, state.v, allowed, self.shape.query_scale, **dropout), state
+        return softmax.attend(q, state.k, state.v, allowed, self.shape.query_scale, **dropout_options), state
 
-    def attend_state(self, q: Array, state: KVCache, **dropout: Any) -> Float[Array, "b n g r d"]:
-        """Attends to a sequence that is known whole."""
-        return softmax.attend(q, state.k, state.v, state.valid[:, None, :], self.shape.query_scale, **dropout)
+    def attend_state(self, q: Array, state: KVCache, **dropout_options: Any) -> Float[Array, "b n g r d"]:
+        """Attention without a causal mask, to all keys of a state built by `build_state`."""
+        return softmax.attend(q, state.k, state.v, state.valid[:, None, :], self.shape.query_scale, **dropout_options)
 
     def build_state(self, source: Array, *, mask=None, positions=None, key: PRNGKeyArray | None = None) -> KVCache:
         return softmax.cache_of(self.keys(source, positions), self.value(source), mask)
@@ -163,7 +167,7 @@ class SoftmaxAttention(_Projected):
 
 
 class _Linear(_Attention):
-    """What linear attention does once φ(q) and φ(k) are there."""
+    """Linear attention from φ(q), φ(k) and v (§2.2). Subclasses compute φ(q) and φ(k)."""
 
     def query_features(self, x: Array, positions: Array | None, key: PRNGKeyArray | None) -> Features:
         raise NotImplementedError
@@ -187,7 +191,7 @@ class _Linear(_Attention):
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "b n width"], LinearState]:
         q, k = self.query_features(x, positions, key), self.key_features(x, positions, key)
-        dropout_key = None if key is None else jax.random.fold_in(key, 1)  # φ draws from `key` itself
+        dropout_key = None if key is None else jax.random.fold_in(key, 1)  # random feature maps use `key` itself
         out, state = linear.causal_attention(
             q,
             k,
@@ -211,12 +215,12 @@ class _Linear(_Attention):
 
 
 def is_linear(attention: nnx.Module | None) -> bool:
-    """Whether it is an RNN: linear attention of any kind."""
+    """Whether a module is linear attention, merged or not."""
     return isinstance(attention, _Linear)
 
 
 class LinearAttention(_Linear, _Projected):
-    """Queries and keys as in the transformer, then φ, then linear attention."""
+    """T2R and other linear attention: the transformer's queries and keys, then φ, then linear attention."""
 
     kind = "linear"
 
@@ -229,46 +233,51 @@ class LinearAttention(_Linear, _Projected):
         return self.feature_map.normalizer
 
     def query_features(self, x: Array, positions: Array | None, key: PRNGKeyArray | None) -> Features:
-        if self._worth_merging(x):
+        if self._merging_is_cheaper(x):
             return Features(jax.nn.relu(self._grouped(_project(x, *self.merged("query")))))
         return self.feature_map(self.queries(x, positions), is_query=True, key=key)
 
     def key_features(self, x: Array, positions: Array | None, key: PRNGKeyArray | None) -> Features:
-        if self._worth_merging(x):
+        if self._merging_is_cheaper(x):
             return Features(jax.nn.relu(_project(x, *self.merged("key"))))
         return self.feature_map(self.keys(x, positions), is_query=False, key=key)
 
     @property
     def mergeable(self) -> bool:
-        """Whether nothing stands between the projections and φ's own product."""
+        """Whether φ's matrix follows the projections directly: no rotation and no norm in between."""
         return isinstance(self.feature_map, T2R) and self.shape.rotary is None and self.shape.norm_eps is None
 
     def merged(self, name: str) -> tuple[Float[Array, "width h k"], Float[Array, "h k"]]:
-        """W̃ and b̃ of the projection `name`, with which φ = relu(W̃ x + b̃).
+        """W̃ and b̃ of the projection `name` ("query" or "key"), with which φ = relu(W̃ x + b̃).
 
-        With s = d^-½: W̃q = s·Wφ Wq, b̃q = s·Wφ bq + bφ, W̃k = Wφ Wk, b̃k = Wφ bk + bφ.
+        W̃_q = s·W_φ W_q, b̃_q = b_φ + s·W_φ b_q, W̃_k = W_φ W_k, b̃_k = b_φ + W_φ b_k (§2.2), where s = d^-½ is the
+        scale of queries, which the paper's equations leave out.
         """
-        before, scale = getattr(self, name), self.feature_map.query_scale if name == "query" else 1.0
-        kernel = before.kernel[...]
-        per_map = kernel.shape[1] // self.shape.kv_heads  # queries have several heads to each φ
-        weight, bias = (jnp.repeat(x[...], per_map, 0) for x in (self.feature_map.weight, self.feature_map.bias))
-        moved = 0.0 if before.bias is None else scale * jnp.einsum("hd,hkd->hk", before.bias[...], weight)
-        return scale * jnp.einsum("ehd,hkd->ehk", kernel, weight), moved + bias
+        linear_layer, scale = getattr(self, name), self.feature_map.query_scale if name == "query" else 1.0
+        kernel = linear_layer.kernel[...]  # (width, h, d)
+        heads_per_map = kernel.shape[1] // self.shape.kv_heads  # the query heads of a group share one φ
+        weight, bias = (jnp.repeat(x[...], heads_per_map, 0) for x in (self.feature_map.weight, self.feature_map.bias))
+        mapped_bias = 0.0
+        if linear_layer.bias is not None:
+            mapped_bias = scale * jnp.einsum("hd,hkd->hk", linear_layer.bias[...], weight)
+        return scale * jnp.einsum("ehd,hkd->ehk", kernel, weight), mapped_bias + bias
 
-    def _worth_merging(self, x: Float[Array, "b n width"]) -> bool:
-        """Whether one narrow product for all these tokens, and one to make it, are fewer operations than two each."""
-        width, size, tokens = x.shape[-1], self.shape.head_dim, x.shape[0] * x.shape[1]
-        if not self.mergeable or not isinstance(tokens, int):  # exported programs are for any number
+    def _merging_is_cheaper(self, x: Float[Array, "b n width"]) -> bool:
+        """Whether merging, then one product per token, takes fewer operations than two products per token."""
+        width, head_dim, tokens = x.shape[-1], self.shape.head_dim, x.shape[0] * x.shape[1]
+        if not self.mergeable or not isinstance(tokens, int):  # the batch size of exported programs is symbolic
             return False
         features = self.feature_map.weight.shape[1]
-        apart, together = width * size + size * features, width * features
-        return tokens * (apart - together) > width * size * features
+        # Operations per head.
+        unmerged_per_token, merged_per_token = width * head_dim + head_dim * features, width * features
+        merge_once = width * head_dim * features
+        return tokens * (unmerged_per_token - merged_per_token) > merge_once
 
 
 class MergedLinearAttention(_Linear):
-    """T2R for inference: φ folded into the projections, so that queries and keys are never built.
+    """T2R for inference: W_φ is merged into the projections, and queries and keys are never computed.
 
-    φ(q) = relu(W̃q x + b̃q) and φ(k) = relu(W̃k x + b̃k); see `t2r.conversion.merge` for W̃ and b̃.
+    φ(q) = relu(W̃_q x + b̃_q) and φ(k) = relu(W̃_k x + b̃_k); `LinearAttention.merged` computes W̃ and b̃.
     """
 
     kind = "merged"
@@ -291,10 +300,10 @@ def _project(x: Float[Array, "b n width"], kernel: Array, bias: Array) -> Float[
 
 
 def make_feature_map(shape: AttentionShape, name: str, features: int | None, *, rngs: nnx.Rngs) -> nnx.Module:
-    """A feature map by name, for attention of this shape; `features` None takes the map's own default."""
-    kind = feature_map_class(name)
+    """The feature map `name` for attention of this shape; `features` None: the map's default."""
+    map_class = feature_map_class(name)
     if features is None:
-        features = kind.default_features or shape.head_dim
+        features = map_class.default_features or shape.head_dim
     if features < 1:
         raise InputError(f"features={features}: a feature map needs at least 1 feature")
-    return kind(shape.kv_heads, shape.head_dim, features, query_scale=shape.query_scale, rngs=rngs)
+    return map_class(shape.kv_heads, shape.head_dim, features, query_scale=shape.query_scale, rngs=rngs)

@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys turned by angles that grow with their position."""
+"""Rotary positions: queries and keys are rotated by angles proportional to their position."""
 
 import math
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from jaxtyping import Array, Float, Int
 
 @dataclass(frozen=True)
 class Rotary:
-    """How fast each pair of dimensions turns.
+    """The frequencies theta^(−2i/size) at which pairs of dimensions rotate, and their scaling for long sequences.
 
-    Frequencies are theta^(−2i/size). Scalings stretch them to texts longer than those trained on: `linear` slows all by
-    `factor`; `llama3` slows those that turn fewer than `low` times in `original` tokens, leaves alone those that turn
-    more than `high` times, and goes from one to the other in between.
+    Scaling adapts a model to sequences longer than those it was trained on. `linear` divides all frequencies by
+    `factor`. `llama3` divides by `factor` those that make fewer than `low` rotations in `original` tokens, keeps those
+    that make more than `high`, and interpolates in between.
     """
 
     theta: float = 10_000.0
-    size: int = 0  # dimensions that are turned, the first ones; 0: all
+    size: int = 0  # only the first `size` dimensions are rotated; 0: all
     scaling: str = "none"
     factor: float = 1.0
     low: float = 1.0
@@ -26,28 +26,28 @@ class Rotary:
     original: int = 8192
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """One for each pair, in radians per token."""
+        """The frequency of each of the size/2 pairs, in radians per token."""
         half = (self.size or head_dim) // 2
-        found = self.theta ** (-np.arange(half) / half)
+        unscaled = self.theta ** (-np.arange(half) / half)
         if self.scaling == "none":
-            return found
+            return unscaled
         if self.scaling == "linear":
-            return found / self.factor
-        turns = self.original * found / (2 * math.pi)
-        kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
-        return kept * found + (1 - kept) * found / self.factor
+            return unscaled / self.factor
+        rotations = self.original * unscaled / (2 * math.pi)
+        unscaled_share = np.clip((rotations - self.low) / (self.high - self.low), 0, 1)
+        return unscaled_share * unscaled + (1 - unscaled_share) * unscaled / self.factor
 
 
 SCALINGS = ("none", "linear", "llama3")
 
 
 def rotate(x: Float[Array, "b n *heads d"], positions: Int[Array, "b n"], rotary: Rotary) -> Array:
-    """Turns the pairs (x_i, x_{i + size/2}) by position · frequency_i; dimensions beyond `size` stay."""
+    """Rotates the pairs (x_i, x_{i + size/2}) by position · frequency_i; dimensions from `size` on are unchanged."""
     frequency = jnp.asarray(rotary.frequencies(x.shape[-1]), jnp.float32)
     half = len(frequency)
     angle = positions[..., None].astype(jnp.float32) * frequency
     angle = angle.reshape(*positions.shape, *[1] * (x.ndim - 3), half)
     first, second = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
     sin, cos = jnp.sin(angle), jnp.cos(angle)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
-    return turned if 2 * half == x.shape[-1] else jnp.concatenate([turned, x[..., 2 * half :]], -1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    return rotated if 2 * half == x.shape[-1] else jnp.concatenate([rotated, x[..., 2 * half :]], -1)

@@ -1,7 +1,7 @@
-"""Softmax attention: over the keys at hand, and over a cache that grows by a token a step.
+"""Softmax attention (the paper's §2.1), over whole sequences and over a key/value cache.
 
-Queries (b, n, g, r, d); dimensions as in `feature_map.py`. Keys and values come as (b, m, g, d) and are
-kept as (b, g, m, d): a decoding step then reads the cache as it lies in memory.
+x_out_i = Σ_j softmax_j(q_i·k_j/√d) v_j. Queries are (b, n, g, r, d), keys and values (b, m, g, d), with the axes of
+`feature_map.py`. The cache holds keys and values as (b, g, m, d): a decoding step then reads each head contiguously.
 """
 
 from typing import NamedTuple
@@ -15,34 +15,34 @@ from t2r.batch import pad_length
 from t2r.kernels import load as load_kernels
 from t2r.kernels.support import kernel_platform
 
-KERNEL_LENGTH = 128  # kernels are for longer sequences
-NEGATIVE = -1e30  # finite, so that a query that may see nothing (padding) gives no NaN
+KERNEL_LENGTH = 128  # kernels are used for longer sequences only
+MASKED_LOGIT = -1e30  # finite: with −∞ a query whose keys are all masked (padding) would give NaN
 
 
 class KVCache(NamedTuple):
-    """All keys and values so far, in arrays of fixed capacity."""
+    """The keys and values of all tokens so far, in arrays of fixed capacity."""
 
     k: Float[Array, "b g capacity d"]
     v: Float[Array, "b g capacity d"]
-    valid: Bool[Array, "b capacity"]  # False for padding and for slots not yet written
-    index: Int[Array, ""]  # the next slot; the same for the whole batch
+    valid: Bool[Array, "b capacity"]  # False for padding and for slots that are not written yet
+    index: Int[Array, ""]  # the next slot to write; the same for the whole batch
 
     @classmethod
     def zeros(cls, batch: int, capacity: int, heads: int, head_dim: int, dtype) -> "KVCache":
-        """An empty cache. Keys and values are two arrays even while equal: they will be donated."""
+        """An empty cache. Its k and v must not be one shared array of zeros, because both will be donated."""
         shape = (batch, heads, capacity, head_dim)
         valid = jnp.zeros((batch, capacity), bool)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), valid, jnp.zeros((), jnp.int32))
 
 
 def cache_of(k: Array, v: Array, mask: Bool[Array, "b m"] | None = None) -> KVCache:
-    """A full cache of a sequence that is known whole."""
+    """A full cache of one whole sequence, with no free slots."""
     mask = jnp.ones(k.shape[:2], bool) if mask is None else mask
     return KVCache(heads_first(k), heads_first(v), mask, jnp.array(k.shape[1], jnp.int32))
 
 
 def append(cache: KVCache, k: Array, v: Array, mask: Bool[Array, "b m"] | None = None) -> KVCache:
-    """Writes keys and values into the next slots. Their number must fit: see `grow`."""
+    """Writes keys and values into the next slots, which must exist: see `grow`."""
     mask = jnp.ones(k.shape[:2], bool) if mask is None else mask
     start = cache.index
     return KVCache(
@@ -54,21 +54,22 @@ def append(cache: KVCache, k: Array, v: Array, mask: Bool[Array, "b m"] | None =
 
 
 def grow(cache: KVCache, capacity: int) -> KVCache:
-    """The same cache with room for `capacity` tokens in all."""
+    """The cache with a capacity of at least `capacity` tokens in all."""
     extra = (0, max(0, capacity - cache.valid.shape[1]))
-    keys = [(0, 0), (0, 0), extra, (0, 0)]
-    return KVCache(jnp.pad(cache.k, keys), jnp.pad(cache.v, keys), jnp.pad(cache.valid, [(0, 0), extra]), cache.index)
+    padding = [(0, 0), (0, 0), extra, (0, 0)]
+    valid = jnp.pad(cache.valid, [(0, 0), extra])
+    return KVCache(jnp.pad(cache.k, padding), jnp.pad(cache.v, padding), valid, cache.index)
 
 
 def heads_first(x: Float[Array, "b m g d"]) -> Float[Array, "b g m d"]:
-    """The layout in which keys and values are kept."""
+    """Keys or values in the layout of the cache."""
     return jnp.swapaxes(x, 1, 2)
 
 
 def weights(q: Array, k: Array, allowed: Bool[Array, "#b #n m"], scale: float) -> Float[Array, "b g n r m"]:
-    """The attention distribution, in float32."""
+    """softmax(scale · q·k) over the allowed keys, in float32."""
     logits = jnp.einsum("bngrd,bgmd->bgnrm", q * scale, k, preferred_element_type=jnp.float32)
-    return jax.nn.softmax(jnp.where(allowed[:, None, :, None, :], logits, NEGATIVE), axis=-1)
+    return jax.nn.softmax(jnp.where(allowed[:, None, :, None, :], logits, MASKED_LOGIT), axis=-1)
 
 
 def attend(
@@ -83,7 +84,11 @@ def attend(
     dropout: float = 0.0,
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, "b n g r d"]:
-    """Σ softmax(scale · q·k) v over the allowed keys; with `offset` and `length`, of a block of a longer sequence."""
+    """Σ_j softmax_j(scale · q·k_j) v_j over the allowed keys.
+
+    For a block of queries of a longer sequence, `offset` is the position of the first and `length` is the sequence's:
+    dropout needs them (see `drop_weights`).
+    """
     distribution = drop_weights(weights(q, k, allowed, scale), dropout, key, first=offset, length=length)
     return jnp.einsum("bgnrm,bgmd->bngrd", distribution.astype(v.dtype), v)
 
@@ -100,7 +105,7 @@ def causal_attend(
     key: PRNGKeyArray | None = None,
     kernels: str = "auto",
 ) -> Float[Array, "b n g r d"]:
-    """The same over each token's own past, without most of the pairs that causality forbids."""
+    """`attend` with a causal mask, in the form that suits the device; few of the masked pairs are computed."""
     length, drops = q.shape[1], bool(dropout) and key is not None
     if mask is None and not window:
         on_gpu = drops and length > KERNEL_LENGTH and kernel_platform(kernels, q, v) == "gpu"
@@ -110,27 +115,28 @@ def causal_attend(
             return _flash_attention(q, k, v, scale)
     k, v, allowed, outs = heads_first(k), heads_first(v), causal_mask(length, mask, window), []
     for first, last in query_blocks(length):
-        past, seen = (slice(None), slice(None), slice(last)), allowed[:, first:last, :last]
-        block = dict(offset=first, length=length, dropout=dropout, key=key)
-        outs.append(attend(q[:, first:last], k[past], v[past], seen, scale, **block))
+        block_allowed = allowed[:, first:last, :last]
+        block_q, block_k, block_v = q[:, first:last], k[:, :, :last], v[:, :, :last]
+        dropout_options = dict(offset=first, length=length, dropout=dropout, key=key)
+        outs.append(attend(block_q, block_k, block_v, block_allowed, scale, **dropout_options))
     return outs[0] if len(outs) == 1 else jnp.concatenate(outs, 1)
 
 
 def has_flash_attention(q: Array) -> bool:
-    """Whether cuDNN's kernel, which never writes the weights down and drops none of them, takes these queries."""
+    """Whether cuDNN's flash attention, which never stores the weights, takes these queries. It has no dropout."""
     return jax.default_backend() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0
 
 
 def _flash_attention(q: Array, k: Array, v: Array, scale: float) -> Float[Array, "b n g r d"]:
-    batch, n, groups, per_group, size = q.shape
-    flat = q.reshape(batch, n, groups * per_group, size)
-    even = [pad_length(x, n + n % 2) for x in (flat, k, v)]  # its backward pass takes no other lengths
-    out = jax.nn.dot_product_attention(*even, scale=scale, is_causal=True, implementation="cudnn")
+    batch, n, groups, per_group, head_dim = q.shape
+    flat_q = q.reshape(batch, n, groups * per_group, head_dim)
+    padded = [pad_length(x, n + n % 2) for x in (flat_q, k, v)]  # cuDNN's backward pass needs an even length
+    out = jax.nn.dot_product_attention(*padded, scale=scale, is_causal=True, implementation="cudnn")
     return out[:, :n].reshape(q.shape)
 
 
 def causal_mask(length: int, mask: Bool[Array, "b m"] | None = None, window: int = 0) -> Bool[Array, "#b n m"]:
-    """Which keys each query of the same sequence may see: those up to its own, of a `window` only the last so many."""
+    """Whether query n may attend to key m of the same sequence: m ≤ n, not padding, and among the last `window`."""
     allowed = (jnp.arange(length) <= jnp.arange(length)[:, None])[None]
     if window:
         position = jnp.arange(length)[None] if mask is None else jnp.cumsum(mask, 1)
@@ -139,11 +145,11 @@ def causal_mask(length: int, mask: Bool[Array, "b m"] | None = None, window: int
 
 
 def cached_mask(cache: KVCache, length: int, window: int = 0) -> Bool[Array, "b n m"]:
-    """Which slots the queries of the last `length` tokens written may see."""
+    """`causal_mask` for the queries of the last `length` tokens written, over all slots of the cache."""
     slots = jnp.arange(cache.valid.shape[1])
     queries = cache.index - length + jnp.arange(length)
     allowed = (slots <= queries[:, None])[None] & cache.valid[:, None, :]
     if window:
-        position = jnp.cumsum(cache.valid, 1)  # padding takes none
+        position = jnp.cumsum(cache.valid, 1)  # padding has no position
         allowed &= jnp.take(position, queries, 1)[:, :, None] - position[:, None, :] < window
     return allowed

@@ -1,1 +1,1 @@
-"""How fast models decode, how much memory they need, and how to show it."""
+"""Benchmarks: decoding, attention and training speed, memory, compilation for TPUs, and their plots."""

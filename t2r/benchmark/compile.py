@@ -1,4 +1,4 @@
-"""Compiling for a TPU that nobody has booked: the real compiler, its memory, and its own estimate of the time."""
+"""Ahead-of-time compilation for TPUs, without one: the compiler's memory plan and its estimate of the run time."""
 
 import importlib.metadata
 import json
@@ -17,10 +17,9 @@ from ml_collections import ConfigDict
 
 from t2r import environment
 from t2r.attention.softmax import KVCache
-from t2r.benchmark.floor import peak as peak_flops
-from t2r.benchmark.floor import training_flops
+from t2r.benchmark.floor import peak_flops, training_flops
 from t2r.benchmark.shared import DoesNotFit, is_out_of_memory, peak_bytes
-from t2r.benchmark.steps import NO_END, generation_of_shapes
+from t2r.benchmark.steps import NO_STOP_TOKEN, abstract_generation
 from t2r.decode.generate import scan_steps
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError
@@ -28,27 +27,27 @@ from t2r.layout import KV_CACHE, LINEAR_STATE, partition_spec, shardings
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.model.transformer import LanguageModel
 from t2r.training.config import check
-from t2r.training.shapes import model_of_shapes, run_of_shapes
+from t2r.training.shapes import abstract_converted_model, abstract_run
 from t2r.training.sharding import make_mesh
 
-# Memory of one device, which on v2 and v3 is one of a chip's two cores.
-MEMORY = {"v2": 8, "v3": 16, "v4": 32, "v5e": 16, "v5p": 95, "v6e": 32}  # GiB
+# GiB of memory of one device; on v2 and v3 a device is one of the two cores of a chip.
+MEMORY = {"v2": 8, "v3": 16, "v4": 32, "v5e": 16, "v5p": 95, "v6e": 32}
 
 
 class CompiledProgram(NamedTuple):
-    """One compiled program; bytes are of one device."""
+    """What the compiler reports of one program; bytes and operations are for one device."""
 
     compile_seconds: float
     argument_bytes: int
     temporary_bytes: int
-    shared_bytes: int  # of outputs that are arguments, changed in place: in decoding, the state
-    peak_bytes: int  # arguments, outputs that share no memory with them, and temporaries
-    seconds: float | None  # the compiler's own estimate; None if it gives none
-    flops: float | None  # of one device, as the compiler counts them: a loop's body once
+    shared_bytes: int  # arguments that are updated in place (donated); in decoding: the state
+    peak_bytes: int  # arguments, outputs that are not donated arguments, and temporaries
+    seconds: float | None  # estimated run time; None if the compiler gives none
+    flops: float | None  # the body of a loop is counted once
 
 
 def without_devices() -> None:
-    """Keeps the compiler from looking for a TPU, and from asking a cloud about one."""
+    """Keeps libtpu from searching for a TPU and from querying the cloud metadata server."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v2-8")
@@ -57,31 +56,31 @@ def without_devices() -> None:
 
 
 def compiler() -> str:
-    """Its name and version."""
+    """Name and version of the TPU compiler."""
     return f"libtpu {importlib.metadata.version('libtpu')}"
 
 
 def describe_topology(topology: str) -> dict[str, str]:
-    """What results say of figures that were compiled, not measured. Refuses a topology that does not exist."""
+    """The environment entries of compiled results. Raises an InputError if the topology does not exist."""
     without_devices()
-    devices_of(topology)
+    topology_devices(topology)
     return {"topology": topology, "compiler": compiler()}
 
 
-def devices_of(topology: str) -> list[jax.Device]:
-    """The devices of a topology such as v3:4x4, from the compiler's own description."""
+def topology_devices(topology: str) -> list[jax.Device]:
+    """The abstract devices of a topology such as v3:4x4."""
     kind = topology.partition(":")[0]
     if kind not in MEMORY:
         raise InputError(
-            f"--topology={topology}: name a TPU and its chips, as in v3:4x4; there are {', '.join(MEMORY)}"
+            f"--topology={topology}: name a TPU and its chips, such as v3:4x4; known TPUs: {', '.join(MEMORY)}"
         )
     try:
         return list(topologies.get_topology_desc(topology_name=topology, platform="tpu").devices)
-    except Exception as error:  # the plugin is missing, or has another opinion of the shape
+    except Exception as error:  # libtpu is not installed, or there is no such slice
         reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
         raise InputError(
-            f"--topology={topology}: the TPU compiler does not give it ({reason}). It comes with pip install "
-            "'jax[tpu]', on Linux for x86_64; shapes are those of slices that exist, such as v2:2x2, v3:4x4, v5e:4x4"
+            f"--topology={topology}: the TPU compiler refuses it ({reason}). Install the compiler with pip install "
+            "'jax[tpu]' (Linux, x86_64), and name a slice that exists, such as v2:2x2, v3:4x4 or v5e:4x4"
         ) from None
 
 
@@ -94,7 +93,10 @@ def benchmark_compile(
     length: int = 512,
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """Compiles a config's training step, or with `decode` a decoding step, for a TPU; the report may go to a file."""
+    """Compiles a config's training step, or with `decode` a decoding step, for a TPU.
+
+    Returns a report; `output` is a JSON file for it.
+    """
     without_devices()
     check(config)
     if decode:
@@ -109,16 +111,16 @@ def benchmark_compile(
 
 
 def compile_training(config: ConfigDict, topology: str) -> dict[str, Any]:
-    """The programs of a training step of this config, on all devices of the topology."""
-    mesh = make_mesh(config.mesh, devices_of(topology))
-    run = run_of_shapes(config, mesh)
+    """Compiles the training step of a config for all devices of the topology."""
+    mesh = make_mesh(config.mesh, topology_devices(topology))
+    run = abstract_run(config, mesh)
     lowered = run.step(mesh, config.label_smoothing).lower(run.state, run.batch)
     programs = {name: compile_program(program) for name, program in lowered.items()}
     part, finish = programs["add_part"], programs["finish"]
     peak = max(part.peak_bytes, finish.peak_bytes)
     seconds = part.seconds and finish.seconds and config.accumulate * part.seconds + finish.seconds
     if run.model.config.scan_layers:
-        seconds = None  # the estimate has the loop's body, a layer, once
+        seconds = None  # the compiler counts the body of the loop over layers only once
     tokens = run.tokens * config.accumulate
     work = training_flops(run.model.config, run.batch) * config.accumulate
     return _report(topology, mesh, peak, programs) | {
@@ -131,13 +133,13 @@ def compile_training(config: ConfigDict, topology: str) -> dict[str, Any]:
 
 
 def compile_decoding(config: ConfigDict, topology: str, *, batch: int, length: int) -> dict[str, Any]:
-    """One step of greedy decoding of what a config trains, on all devices of the topology."""
-    mesh = make_mesh(config.mesh, devices_of(topology))
-    return compile_step(model_of_shapes(config), topology, mesh, batch=batch, length=length)
+    """Compiles one greedy decoding step of the model that a config trains, for all devices of the topology."""
+    mesh = make_mesh(config.mesh, topology_devices(topology))
+    return compile_step(abstract_converted_model(config), topology, mesh, batch=batch, length=length)
 
 
 def compile_step(model: LanguageModel, topology: str, mesh: Mesh, *, batch: int, length: int) -> dict[str, Any]:
-    """One step of greedy decoding with `length` tokens in the state, and in translation as many in the source."""
+    """Compiles one greedy decoding step with `length` tokens in the state and, in translation, in the source."""
     with jax.set_mesh(mesh):
         lowered = lower_decoding(model, mesh, batch, length)
     program = compile_program(lowered)
@@ -150,34 +152,32 @@ def compile_step(model: LanguageModel, topology: str, mesh: Mesh, *, batch: int,
 
 
 def lower_decoding(model: LanguageModel, mesh: Mesh, batch: int, length: int) -> jax.stages.Lowered:
-    """The decoding step of a model of shapes, its parameters and state laid out on the mesh."""
+    """Lowers the decoding step of an abstract model, its parameters and state sharded over the mesh."""
     arrays = arrays_of(model)
     placed = jax.tree.map(_shape_at, arrays, shardings(arrays, mesh))
     placed = {name: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16, sharding=a.sharding) for name, a in placed.items()}
-    generation, sizes = generation_of_shapes(model, batch, length), dict(mesh.shape)
+    generation, sizes = abstract_generation(model, batch, length), dict(mesh.shape)
 
     def at(leaf: Any, dimensions: tuple = ()) -> jax.ShapeDtypeStruct:
         return _shape_at(leaf, NamedSharding(mesh, partition_spec(dimensions, leaf.shape, sizes)))
 
-    def laid_out(layers: tuple | None) -> tuple | None:  # by texts and by heads, as the model itself lays it out
-        if layers is None:
-            return None
-        names = [KV_CACHE if isinstance(layer, KVCache) else LINEAR_STATE for layer in layers]
-        fields = [layer._asdict().items() for layer in layers]
-        return tuple(
-            type(layer)(*(leaf if leaf is None else at(leaf, known.get(name, ())) for name, leaf in found))
-            for layer, known, found in zip(layers, names, fields)
-        )
+    def shard_layer(layer: Any) -> Any:  # by sequences and heads, the sharding that the model itself uses
+        dimensions = KV_CACHE if isinstance(layer, KVCache) else LINEAR_STATE
+        fields = layer._asdict().items()
+        return type(layer)(*(leaf if leaf is None else at(leaf, dimensions.get(name, ())) for name, leaf in fields))
 
-    by_rows, state = ("batch",), generation.state
-    state = type(state)(laid_out(state.layers), at(state.position, by_rows), laid_out(state.source))
-    last, done, key = at(generation.last, by_rows), at(generation.done, by_rows), at(generation.key)
+    def shard_layers(layers: tuple | None) -> tuple | None:
+        return None if layers is None else tuple(map(shard_layer, layers))
+
+    batch_axis, state = ("batch",), generation.state
+    state = type(state)(shard_layers(state.layers), at(state.position, batch_axis), shard_layers(state.source))
+    last, done, key = at(generation.last, batch_axis), at(generation.done, batch_axis), at(generation.key)
     graph, parameters = nnx.split(with_arrays(model, placed))
-    return scan_steps.lower(graph, parameters, type(generation)(state, last, done, key), 1, Sampling(), NO_END)
+    return scan_steps.lower(graph, parameters, type(generation)(state, last, done, key), 1, Sampling(), NO_STOP_TOKEN)
 
 
 def compile_program(lowered: jax.stages.Lowered) -> CompiledProgram:
-    """Compiles, and reads off what the compiler says of the result."""
+    """Compiles a lowered program and returns the compiler's report; raises DoesNotFit if it needs too much memory."""
     began = time.perf_counter()
     try:
         compiled = lowered.compile()
@@ -186,8 +186,8 @@ def compile_program(lowered: jax.stages.Lowered) -> CompiledProgram:
             raise
         needed = next((line for line in str(error).splitlines() if "Used" in line), str(error).splitlines()[0])
         raise DoesNotFit(
-            f"it does not fit: {needed.strip()[:300]}. Divide it more (config.mesh.fsdp, config.mesh.tensor), compute "
-            "again what can be (config.model.remat=True), or take smaller parts (config.accumulate)"
+            f"it does not fit: {needed.strip()[:300]}. Divide it among more devices (config.mesh.fsdp or "
+            "config.mesh.tensor), recompute activations (config.model.remat=True), or raise config.accumulate"
         ) from None
     seconds = time.perf_counter() - began
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}

@@ -1,4 +1,4 @@
-"""The models that benchmarks compare: variants of an architecture, with random weights."""
+"""The models that benchmarks compare: variants of one architecture, with random weights."""
 
 import ast
 import dataclasses
@@ -20,16 +20,16 @@ from t2r.store import model_dir
 
 
 class Variant(NamedTuple):
-    """What takes the place of softmax, and where."""
+    """How an architecture is converted."""
 
-    label: str
-    feature_map: str | None = None  # None: softmax stays
-    keep: str = "none"
-    merged: bool = False
-    plain: bool = False  # the model's own step, also where there are kernels for it
+    label: str  # in plots
+    feature_map: str | None = None  # None: softmax attention
+    keep: str = "none"  # layers that keep softmax
+    merged: bool = False  # φ merged into the projections, where possible
+    plain: bool = False  # decode without t2r's GPU kernels
 
 
-ROWS = {
+VARIANTS = {
     "transformer": Variant("transformer"),
     "t2r": Variant("T2R", "t2r", merged=True),
     "t2r_unmerged": Variant("T2R, φ not merged", "t2r"),
@@ -39,36 +39,37 @@ ROWS = {
     "transformer_plain": Variant("transformer, without kernels", plain=True),
     "t2r_plain": Variant("T2R, without kernels", "t2r", merged=True, plain=True),
 }
-AS_IT_IS = "model"  # the row of an architecture that is not to be changed
+UNCHANGED = "model"  # the variant name for the architecture without any conversion
 
-# The paper's feature sizes: of language models, and of causal and cross attention in translation. ELU has its own.
+# The paper's feature sizes: language models; causal and cross attention in translation. ELU has the size of a head.
 FEATURES, CAUSAL_FEATURES, CROSS_FEATURES = 32, 4, 32
 
 
-def default_rows(config: ModelConfig) -> list[str]:
-    """Those of the paper's Figures 2 and 3, and for language models its 75%."""
+def default_variants(config: ModelConfig) -> list[str]:
+    """The models of the paper's Figures 2 and 3; for language models also T2R 75%."""
     return ["transformer", "t2r", "elu", "rfa"] + ([] if config.encoder_layers else ["t2r_75"])
 
 
 def converted(config: ModelConfig, name: str, *, features: int = 0, cross_features: int = 0) -> ModelConfig:
-    """The architecture of a row; feature sizes of 0 are the paper's. φ is merged where positions allow it."""
-    if name == AS_IT_IS:
+    """The architecture of a variant. Feature sizes of 0: the paper's. φ is not merged where rotary positions or query
+    norms come between it and the projections."""
+    if name == UNCHANGED:
         return config
-    if name not in ROWS:
-        raise InputError(f"unknown row {name!r}: choose among {', '.join([*ROWS, AS_IT_IS])}")
-    row = ROWS[name]
-    kept = layers_to_keep(row.keep, config.layers)
-    merged = row.merged and config.positions != "rotary" and not config.query_norm
+    if name not in VARIANTS:
+        raise InputError(f"unknown model {name!r}: choose one of {', '.join([*VARIANTS, UNCHANGED])}")
+    variant = VARIANTS[name]
+    kept_layers = layers_to_keep(variant.keep, config.layers)
+    merged = variant.merged and config.positions != "rotary" and not config.query_norm
     sizes = {"attention": features or (CAUSAL_FEATURES if config.encoder_layers else FEATURES)}
     if config.encoder_layers:
         sizes["cross_attention"] = cross_features or CROSS_FEATURES
 
     def spec(old: AttentionSpec, layer: int, size: int) -> AttentionSpec:
-        if row.feature_map is None or layer in kept:
+        if variant.feature_map is None or layer in kept_layers:
             return dataclasses.replace(old, kind="softmax", feature_map=None, features=None)
-        size = None if row.feature_map == "elu" else size
+        size = None if variant.feature_map == "elu" else size
         kind = "merged" if merged else "linear"
-        return dataclasses.replace(old, kind=kind, feature_map=row.feature_map, features=size)
+        return dataclasses.replace(old, kind=kind, feature_map=variant.feature_map, features=size)
 
     specs = {
         field: tuple(spec(old, layer, size) for layer, old in enumerate(getattr(config, field)))
@@ -78,30 +79,30 @@ def converted(config: ModelConfig, name: str, *, features: int = 0, cross_featur
 
 
 def label(name: str, config: ModelConfig) -> str:
-    """A row's name in plots; in translation with its feature sizes, cross and causal, as the paper writes them."""
-    if name not in ROWS:
+    """A variant's name in plots; in translation with the feature sizes of cross and causal attention: "T2R 32-4"."""
+    if name not in VARIANTS:
         return name
     sizes = [
         max((spec.features or 0 for spec in specs), default=0) for specs in (config.cross_attention, config.attention)
     ]
-    return f"{ROWS[name].label} {sizes[0]}-{sizes[1]}" if all(sizes) else ROWS[name].label
+    return f"{VARIANTS[name].label} {sizes[0]}-{sizes[1]}" if all(sizes) else VARIANTS[name].label
 
 
-def model_of_shapes(config: ModelConfig, dtype: str) -> LanguageModel:
-    """A model for inference without numbers: activations and weights are of one type."""
+def abstract_inference_model(config: ModelConfig, dtype: str) -> LanguageModel:
+    """An abstract model for inference: weights and activations have the same type."""
     model = abstract_model(dataclasses.replace(config, dtype=dtype))
     shapes = {name: jax.ShapeDtypeStruct(array.shape, jnp.dtype(dtype)) for name, array in arrays_of(model).items()}
     return with_arrays(model, shapes)
 
 
 def random_model(config: ModelConfig, dtype: str) -> LanguageModel:
-    """The same with random weights: speed does not depend on them."""
-    model = model_of_shapes(config, dtype)
+    """A model for inference with random weights: speed does not depend on them."""
+    model = abstract_inference_model(config, dtype)
     return with_arrays(model, random_weights(arrays_of(model)))
 
 
 def random_weights(shapes: Arrays) -> Arrays:
-    """Small normal numbers, made on the device; norms are ones, biases zero."""
+    """Normal values of deviation 0.02, generated on the device; norm scales are 1, biases 0."""
     keys = jax.random.split(jax.random.key(0), len(shapes))
 
     def array(name: str, like: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
@@ -116,7 +117,7 @@ def random_weights(shapes: Arrays) -> Arrays:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def normal(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
-    """Normal numbers of deviation 0.02."""
+    """Normal values of deviation 0.02."""
     return (0.02 * jax.random.normal(key, shape, dtype)).astype(dtype)
 
 
@@ -124,23 +125,23 @@ LENGTHS = [2**power for power in range(9, 16)]  # 512 to 32k
 
 
 class Request(NamedTuple):
-    """What a benchmark of decoding is to measure: which models, at which lengths."""
+    """What a decoding benchmark measures: which models, at which lengths."""
 
-    rows: dict[str, ModelConfig]  # by the names of the variants
+    models: dict[str, ModelConfig]  # by variant name
     lengths: list[int]
     batch: int
     dtype: str
-    identity: dict[str, Any]  # of the architecture, in results
+    identity: dict[str, Any]  # identifies the architecture in results
 
     @property
     def title(self) -> str:
-        """The architecture and the batch, for plots."""
+        """Architecture and batch size, for the titles of plots."""
         changed = ", ".join(self.identity["fields"])
         return f"{self.identity['architecture']}{changed and f' ({changed})'}, batch {self.batch}"
 
     @property
     def common(self) -> dict[str, Any]:
-        """What all its measurements have in common."""
+        """The part of a result's key that all measurements of this request share."""
         return {"batch": self.batch, "dtype": self.dtype, **self.identity}
 
 
@@ -156,16 +157,16 @@ def make_request(
     batch: int = 16,
     dtype: str = "bfloat16",
 ) -> Request:
-    """Variants (`rows`) of an architecture: a preset's, or a model directory's, with fields such as "layers=4" changed.
+    """Variants (`rows`) of the architecture of a preset or model directory, with `fields` such as "layers=4" changed.
 
-    All that is wrong with the rows is one error.
+    Raises one InputError for all invalid variants.
     """
     config = architecture(preset, model, fields)
     lengths = sorted(lengths)
     check_length(config, lengths[-1])
     sizes = dict(features=features, cross_features=cross_features)
     chosen, problems = {}, []
-    for name in rows or default_rows(config):
+    for name in rows or default_variants(config):
         try:
             chosen[name] = converted(config, name, **sizes)
         except InputError as error:
@@ -177,20 +178,20 @@ def make_request(
 
 
 def architecture(preset_name: str | None, model: str | None, fields: Sequence[str]) -> ModelConfig:
-    """The architecture of a preset or of a model directory, with some fields changed."""
+    """The model config of a preset or a model directory, with some fields changed."""
     if (preset_name is None) == (model is None):
-        raise InputError("name an architecture: --preset=paper_lm, --preset=paper_mt, or --model=DIRECTORY")
+        raise InputError("name one architecture: --preset=paper_lm, --preset=paper_mt, or --model=DIRECTORY")
     changed = parse_fields(fields)
     try:
         if preset_name is not None:
             return preset(preset_name, **changed)
         return model_dir.load_config(model_dir.resolve(model)).replace(**changed)
-    except TypeError as error:  # a word for a number, or a number for a tuple
-        raise InputError(f"--field={' --field='.join(fields)}: a value of another kind is needed ({error})") from None
+    except TypeError as error:  # such as a string for a number
+        raise InputError(f"--field={' --field='.join(fields)}: a value of another type is needed ({error})") from None
 
 
 def parse_fields(assignments: Sequence[str]) -> dict[str, Any]:
-    """NAME=VALUE; a value is a number, True, False, a tuple such as (), or else a word."""
+    """Parses NAME=VALUE assignments. A value is a Python literal, such as 4, True or (), or else a string."""
     fields, problems = {}, []
     for assignment in assignments:
         name, equals, value = assignment.partition("=")

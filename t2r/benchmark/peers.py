@@ -1,4 +1,4 @@
-"""Other libraries on the same shapes, in the same run, where they can be imported. None is ever required."""
+"""Measures other libraries on the same shapes in the same run, if they can be imported. None is required."""
 
 import functools
 import importlib
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from t2r.benchmark.models import Request
-from t2r.benchmark.shared import Results, timed_in_a_row
+from t2r.benchmark.shared import Results, time_short_calls
 from t2r.model.config import ModelConfig
 
-# Rows of `benchmark decode`: which library, and how.
+# For `benchmark decode`: name in the results → (library, cache of Hugging Face's `generate`).
 GENERATION = {
     "hugging_face": ("transformers", "dynamic"),
     "hugging_face_static": ("transformers", "static"),  # compiled, on GPU with CUDA graphs
@@ -20,51 +20,52 @@ GENERATION = {
 
 
 def measure_generation(results: Results, request: Request, lengths: list[int]) -> None:
-    """Whole greedy generations by each library, from one token, or in translation from sources as long."""
-    config = next(iter(request.rows.values()))
-    for row, (library, cache) in GENERATION.items():
-        if _absent(results, row, library):
+    """Times whole greedy generations of each library, from one token or, in translation, from sources as long."""
+    config = next(iter(request.models.values()))
+    for name, (library, cache) in GENERATION.items():
+        if _absent(results, name, library):
             continue
         for length in lengths:
-            line = {"what": "peer", "row": row, "length": length, **request.common}
-            _try(results, line, functools.partial(_generation, config, request, length, library, cache))
+            key = {"what": "peer", "row": name, "length": length, **request.common}
+            _try(results, key, functools.partial(_generation, config, request, length, library, cache))
 
 
 def measure_attention(
-    results: Results, shape: Any, lengths: list[int], ways: dict[str, bool], repeat_for: float
+    results: Results, shape: Any, lengths: list[int], passes: dict[str, bool], repeat_for: float
 ) -> None:
-    """flash-linear-attention's chunked kernel, normalised, without a feature map."""
+    """Times flash-linear-attention's chunked kernel, normalised, without a feature map."""
     if _absent(results, "flash_linear_attention", "fla"):
         return
     for length in lengths:
-        for way, backward in ways.items():
-            line = {"what": way, "row": "flash_linear_attention", "length": length, **shape._asdict()}
-            _try(results, line, functools.partial(_attention, shape, length, backward, repeat_for))
+        for name, backward in passes.items():
+            key = {"what": name, "row": "flash_linear_attention", "length": length, **shape._asdict()}
+            _try(results, key, functools.partial(_attention, shape, length, backward, repeat_for))
 
 
-def _absent(results: Results, row: str, library: str) -> bool:
-    missing = [name for name in ("torch", library) if importlib.util.find_spec(name) is None]
+def _absent(results: Results, name: str, library: str) -> bool:
+    """Whether torch or the library is not installed; says so in the results."""
+    missing = [module for module in ("torch", library) if importlib.util.find_spec(module) is None]
     if missing:
-        results.note(f"{row} is left out: {' and '.join(missing)} cannot be imported")
+        results.note(f"{name} is skipped: {' and '.join(missing)} cannot be imported")
     return bool(missing)
 
 
-def _try(results: Results, line: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> None:
-    """Another library's failure is a line in the report, not the end of the run."""
+def _try(results: Results, key: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> None:
+    """Measures another library; if it fails, notes that in the results and goes on."""
     try:
-        results.find(line, measure)
+        results.get_or_measure(key, measure)
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "")[:200]
-        results.note(f"{line['row']} at {line['length']} tokens failed: {type(error).__name__}: {reason}")
+        results.note(f"{key['row']} at {key['length']} tokens failed: {type(error).__name__}: {reason}")
 
 
 def _generation(config: ModelConfig, request: Request, length: int, library: str, cache: str) -> dict[str, Any]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    wanted = getattr(torch, request.dtype)
+    dtype = getattr(torch, request.dtype)
     with torch.device(device):
-        model = (_linear_model if library == "fla" else _softmax_model)(config, length).to(wanted).eval()
+        model = (_linear_model if library == "fla" else _softmax_model)(config, length).to(dtype).eval()
         tokens = torch.zeros((request.batch, length if config.encoder_layers else 1), dtype=torch.long)
 
     def generate(count: int) -> None:
@@ -92,14 +93,14 @@ def _generation(config: ModelConfig, request: Request, length: int, library: str
 
 
 def _softmax_model(config: ModelConfig, length: int):
-    """GPT-2, or Marian for translation: the same layers, widths, heads and vocabulary."""
+    """GPT-2, or Marian for translation, with the same layers, width, heads and vocabulary."""
     import transformers
 
     if not config.encoder_layers:
         sizes = dict(n_embd=config.width, n_layer=config.layers, n_head=config.heads, n_inner=config.feedforward)
-        ends = dict(bos_token_id=0, eos_token_id=1, pad_token_id=0)
+        special = dict(bos_token_id=0, eos_token_id=1, pad_token_id=0)
         settings = transformers.GPT2Config(
-            vocab_size=config.vocab_size, n_positions=length + 1, activation_function="relu", **sizes, **ends
+            vocab_size=config.vocab_size, n_positions=length + 1, activation_function="relu", **sizes, **special
         )
         return transformers.GPT2LMHeadModel(settings)
     sides = {
@@ -107,16 +108,16 @@ def _softmax_model(config: ModelConfig, length: int):
         for side, layers in (("encoder", config.encoder_layers), ("decoder", config.layers))
         for name, value in dict(layers=layers, attention_shape=config.heads, ffn_dim=config.feedforward).items()
     }
-    ends = dict(pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None)
+    special = dict(pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None)
     settings = transformers.MarianConfig(
         vocab_size=config.vocab_size, decoder_vocab_size=config.vocab_size, d_model=config.width,
-        max_position_embeddings=length + 1, activation_function="relu", **sides, **ends,
+        max_position_embeddings=length + 1, activation_function="relu", **sides, **special,
     )  # fmt: skip
     return transformers.MarianMTModel(settings)
 
 
 def _linear_model(config: ModelConfig, length: int):
-    """Linear attention with as many features as T2R; its feed-forward is gated, so narrower by a third."""
+    """flash-linear-attention's model with T2R's feature size. Its feed-forward has 3 matrices, so it is 2/3 as wide."""
     from fla.models import LinearAttentionConfig, LinearAttentionForCausalLM
 
     features = max((spec.features or 0 for spec in config.attention), default=0) or 32
@@ -133,9 +134,9 @@ def _attention(shape: Any, length: int, backward: bool, repeat_for: float) -> di
     from fla.ops.linear_attn import chunk_linear_attn
 
     def random(size: int) -> torch.Tensor:
-        lead = shape.batch(length), length, shape.heads, size
-        made = torch.randn(lead, device="cuda", dtype=getattr(torch, shape.dtype))
-        return made.relu().requires_grad_(backward)
+        dimensions = shape.batch(length), length, shape.heads, size
+        array = torch.randn(dimensions, device="cuda", dtype=getattr(torch, shape.dtype))
+        return array.relu().requires_grad_(backward)
 
     q, k, v = random(shape.features), random(shape.features), random(shape.head_dim)
     gradient = torch.randn_like(v)
@@ -145,11 +146,11 @@ def _attention(shape: Any, length: int, backward: bool, repeat_for: float) -> di
         if backward:
             torch.autograd.grad(out, (q, k, v), gradient)
 
-    def run_and_wait(given: Any) -> None:
-        run(given)
+    def run_and_wait(inputs: Any) -> None:
+        run(inputs)
         torch.cuda.synchronize()
 
-    times = timed_in_a_row(run_and_wait, repeat_for)
+    times = time_short_calls(run_and_wait, repeat_for)
     tokens = shape.batch(length) * length
     return {**times._asdict(), "tokens_per_second": tokens / times.seconds, "versions": _versions("torch", "fla")}
 

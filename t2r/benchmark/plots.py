@@ -1,4 +1,4 @@
-"""Plots like the paper's Figures 2 and 3: lines over lengths, both axes logarithmic."""
+"""Plots in the style of the paper's Figures 2 and 3: a curve per model against length, both axes logarithmic."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,32 +13,32 @@ COLORS = {
     "rfa": "#e69f00", "softmax": SOFTMAX, "chunked": "#009e73",
 }  # fmt: skip
 MARKERS = "osD^vP*X"
-VARIANTS = ("_dropout", "_plain")  # of a row: the same colour, dashed
+DASHED = ("_dropout", "_plain")  # a name with one of these suffixes has the colour of the name without it, dashed
 
 
 class Curve(NamedTuple):
-    """A row over lengths."""
+    """The values of one model by length."""
 
-    row: str
+    name: str  # key of COLORS
     label: str
     points: dict[int, float]  # length → value
-    spread: dict[int, float] | None = None  # slowest less fastest, over the value
-    bound: dict[int, float] | None = None  # what it is to be seen beside, dotted
+    spread: dict[int, float] | None = None  # (slowest - fastest) / value: error bars
+    bound: dict[int, float] | None = None  # a reference curve, dotted
 
 
 def length_plot(
     curves: Sequence[Curve], *, title: str, unit: str, tokens: str = "generated tokens", bound: str = "the floor"
 ) -> Figure:
-    """One figure. Of curves that coincide all can be seen: the first lies on top, with the smallest marks."""
+    """One figure. The first curve is on top and has the smallest markers, so that coinciding curves stay visible."""
     figure = Figure(figsize=(7.2, 4.6))
     axes = figure.subplots()
-    for place, curve in enumerate(curves):
-        variant = next((ending for ending in VARIANTS if curve.row.endswith(ending)), "")
-        color = COLORS.get(curve.row.removesuffix(variant), OTHER)
+    for i, curve in enumerate(curves):
+        suffix = next((suffix for suffix in DASHED if curve.name.endswith(suffix)), "")
+        color = COLORS.get(curve.name.removesuffix(suffix), OTHER)
         lengths, values = zip(*sorted(curve.points.items()))
-        line = "--" if variant else "-"
-        look = dict(color=color, markersize=4.5 + 1.2 * place, zorder=20 - place, label=curve.label)
-        axes.plot(lengths, values, MARKERS[place % len(MARKERS)] + line, **look)
+        line = "--" if suffix else "-"
+        style = dict(color=color, markersize=4.5 + 1.2 * i, zorder=20 - i, label=curve.label)
+        axes.plot(lengths, values, MARKERS[i % len(MARKERS)] + line, **style)
         if curve.spread:
             errors = [curve.spread.get(length, 0) * value / 2 for length, value in zip(lengths, values)]
             axes.errorbar(lengths, values, errors, fmt="none", ecolor=color, capsize=2)
@@ -49,13 +49,13 @@ def length_plot(
     axes.set(xlabel=tokens, ylabel=unit)
     axes.set_title(title, fontsize=10)
     log_axes(axes, sorted({length for curve in curves for length in curve.points}))
-    axes.legend(fontsize=8, framealpha=0.9, edgecolor="none").set_zorder(30)  # to be read where curves leave no room
+    axes.legend(fontsize=8, framealpha=0.9, edgecolor="none").set_zorder(30)  # above all curves
     styled(figure)
     return figure
 
 
 def log_axes(axes, lengths: Sequence[int]) -> None:
-    """Lengths and values as numbers that people write."""
+    """Logarithmic axes with plain numbers as labels; ticks at the given lengths."""
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -64,7 +64,7 @@ def log_axes(axes, lengths: Sequence[int]) -> None:
 
 
 def styled(figure) -> None:
-    """A light grid and no frame."""
+    """Adds a light grid and removes the frame."""
     for axes in figure.axes:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
@@ -72,7 +72,7 @@ def styled(figure) -> None:
 
 
 def save(figure, path: Path) -> list[str]:
-    """PNG and SVG."""
+    """Writes PATH.png and PATH.svg; returns both paths."""
     path.parent.mkdir(parents=True, exist_ok=True)
     names = [f"{path}.{ending}" for ending in ("png", "svg")]
     for name in names:

@@ -1,4 +1,4 @@
-"""What all benchmarks share: timing, whether programs fit in memory, results on disk."""
+"""Shared by all benchmarks: timing, checks that programs fit in memory, and results on disk."""
 
 import json
 import shlex
@@ -18,14 +18,14 @@ from t2r.errors import InputError
 
 
 class Timing(NamedTuple):
-    """Of one call, all repetitions together."""
+    """The time of one call, over all repetitions."""
 
-    seconds: float  # the median
-    spread: float  # slowest less fastest, over the median
+    seconds: float  # median
+    spread: float  # (slowest - fastest) / median
     repetitions: int
 
 
-def timed(
+def time_calls(
     run: Callable[[Any], Any],
     *,
     prepare: Callable[[], Any] = lambda: None,
@@ -34,59 +34,64 @@ def timed(
     warm_up: int = 1,
     calls: int = 1,
 ) -> Timing:
-    """Runs again and again, until `repeat_for` seconds have passed and `least` repetitions been counted.
+    """Repeats `run(prepare())` for at least `repeat_for` seconds and `least` repetitions, after `warm_up` untimed ones.
 
-    `prepare` makes what `run` is given, outside the clock. With `calls`, so many follow one another in a repetition
-    before the device is waited for: a short program's time is then the device's, not the host's.
+    `prepare` is not timed. A repetition is `calls` calls of `run` and one wait for the device: with many calls, the
+    time of a short program is the device's time and not the host's.
     """
     times = []
     while len(times) < warm_up + least or calls * sum(times[warm_up:]) < repeat_for:
-        given = jax.block_until_ready(prepare())
+        inputs = jax.block_until_ready(prepare())
         began = time.perf_counter()
         for _ in range(calls):
-            result = run(given)
+            result = run(inputs)
         jax.block_until_ready(result)
         times.append((time.perf_counter() - began) / calls)
     counted = times[warm_up:]
-    middle = statistics.median(counted)
-    return Timing(middle, (max(counted) - min(counted)) / middle, len(counted))
+    median = statistics.median(counted)
+    return Timing(median, (max(counted) - min(counted)) / median, len(counted))
 
 
-def timed_in_a_row(run: Callable[[Any], Any], repeat_for: float) -> Timing:
-    """The same for a program that may be short: it is called so often in a row that a repetition takes 50 ms."""
-    once = timed(run, repeat_for=0, least=1)
-    return timed(run, repeat_for=repeat_for, calls=max(1, min(50, int(0.05 / once.seconds))))
+REPETITION_SECONDS, MOST_CALLS = 0.05, 50  # a repetition of a short program: intended time, and maximum calls
 
 
-SPARE = 0.97  # of the memory that is free; programs need some that nobody counts
+def time_short_calls(run: Callable[[Any], Any], repeat_for: float) -> Timing:
+    """Times a program that may be short: it is called several times in a row, so that a repetition is long enough."""
+    once = time_calls(run, repeat_for=0, least=1)
+    return time_calls(run, repeat_for=repeat_for, calls=max(1, min(MOST_CALLS, int(REPETITION_SECONDS / once.seconds))))
+
+
+USABLE = (
+    0.97  # share of the free memory that a program may plan to use; the rest is for what the compiler does not count
+)
 
 
 class DoesNotFit(InputError):
-    """A program needs more memory than there is."""
+    """A program needs more memory than is available."""
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory was too small."""
+    """Whether an error was caused by too little memory."""
     return isinstance(error, DoesNotFit) or "RESOURCE_EXHAUSTED" in str(error) or "ut of memory" in str(error)
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """Arguments, outputs that share no memory with them, and temporaries, as the compiler has planned them."""
+    """The compiler's memory plan: arguments, outputs that are not donated arguments, and temporaries."""
     memory = compiled.memory_analysis()
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
 
 
 def check_fits(compiled: jax.stages.Compiled, already: int) -> None:
-    """Refuses to run what the compiler has planned more memory for than is free; so many bytes are there already."""
+    """Raises DoesNotFit if a program plans to use more memory than is free; `already` bytes of it are allocated."""
     free, needed = available_memory(), peak_bytes(compiled) - already
-    if free is not None and needed > SPARE * free:
+    if free is not None and needed > USABLE * free:
         raise DoesNotFit(f"it needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
 
 
 MIB = 2**20
 
-# For --device_report: where figures come from, by their names in JSON.
+# For --device_report: how each figure was obtained, by its JSON key.
 MEASURED = "measured on the device"
 ESTIMATED = "estimated by the compiler"
 COMPUTED = "computed from the model's definition"
@@ -100,65 +105,71 @@ PROVENANCE = {
 
 
 class Results:
-    """Lines of DIR/NAME.jsonl: what was asked for, on what machine, and what was found."""
+    """The measurements of one benchmark, which are the lines of DIR/NAME.jsonl.
+
+    A line has `asked` (the key: what was measured), `environment` (where), and the figures.
+    """
 
     def __init__(
         self, name: str, output: str | None, environment: dict, *, again: bool = False, budget_seconds: float = 0.0
     ):
         self.name, self.output, self.environment = name, output and Path(output), environment
-        self.lines: list[dict[str, Any]] = []  # of this run, found now or before
-        self.left_out: list[dict[str, Any]] = []
+        self.lines: list[dict[str, Any]] = []  # requested in this run: measured now, or read from DIR/NAME.jsonl
+        self.left_out: list[dict[str, Any]] = []  # keys of measurements that the time budget did not allow
         self.notes: list[str] = []
         self._earlier = [] if again or not output else _read_lines(self._path("jsonl"))
-        self._until = time.monotonic() + budget_seconds if budget_seconds else None
+        self._deadline = time.monotonic() + budget_seconds if budget_seconds else None
 
-    def find(
-        self, asked: dict[str, Any], measure: Callable[[], dict[str, Any]], *, always: bool = False
+    def get_or_measure(
+        self, key: dict[str, Any], measure: Callable[[], dict[str, Any]], *, ignore_budget: bool = False
     ) -> dict[str, Any] | None:
-        """The line of what is asked for: an earlier one from this environment, or a new one. None once time is up."""
-        asked = json.loads(json.dumps(asked))  # as it is read back
-        same = (old for old in self._earlier if (old["asked"], old["environment"]) == (asked, self.environment))
+        """The line of this key: an earlier one from the same environment, or a new measurement.
+
+        None if it is new and the time budget is spent.
+        """
+        key = json.loads(json.dumps(key))  # as it will be read back, with lists for tuples
+        same = (old for old in self._earlier if (old["asked"], old["environment"]) == (key, self.environment))
         line = next(same, None)
         if line is None:
-            if self._until is not None and time.monotonic() > self._until and not always:
-                self.left_out.append(asked)
+            if self._deadline is not None and time.monotonic() > self._deadline and not ignore_budget:
+                self.left_out.append(key)
                 return None
-            line = {"asked": asked, **_unless_too_large(measure), "environment": self.environment}
+            line = {"asked": key, **_or_does_not_fit(measure), "environment": self.environment}
             self._append(line)
         self.lines.append(line)
         return line
 
     def note(self, line: str) -> None:
-        """Something to be said, and kept."""
+        """Prints a remark and saves it with the results."""
         say(line)
         self.notes.append(line)
 
-    def of(self, what: str) -> list[dict[str, Any]]:
-        """The lines of one kind, of what fits."""
-        return [line for line in self.all_of(what) if "does_not_fit" not in line]
+    def fitting_lines(self, what: str) -> list[dict[str, Any]]:
+        """The lines of one kind of measurement, without those that did not fit in memory."""
+        return [line for line in self.lines_of(what) if "does_not_fit" not in line]
 
-    def all_of(self, what: str) -> list[dict[str, Any]]:
-        """The lines of one kind."""
+    def lines_of(self, what: str) -> list[dict[str, Any]]:
+        """The lines of one kind of measurement."""
         return [line for line in self.lines if line["asked"]["what"] == what]
 
     def write(self, summary: dict[str, Any]) -> None:
-        """DIR/NAME.json: everything in one file."""
+        """Writes DIR/NAME.json: summary, environment and all lines."""
         for line in self.lines:
             if "does_not_fit" in line:
                 say(f"{_short(line['asked'])} does not fit: {line['does_not_fit']}")
-        for asked in self.left_out:
-            say(f"{_short(asked)} is left out: no time")
+        for key in self.left_out:
+            say(f"{_short(key)} is left out: --budget_seconds is spent")
         if self.output is None:
             return
-        lines = [{key: value for key, value in line.items() if key != "environment"} for line in self.lines]
+        lines = [{name: value for name, value in line.items() if name != "environment"} for line in self.lines]
         command = shlex.join(["python", "-m", "t2r", *sys.argv[1:]])
-        whole = {"command": command, "environment": self.environment, **summary}
-        whole |= {"left_out": self.left_out, "notes": self.notes}
+        content = {"command": command, "environment": self.environment, **summary}
+        content |= {"left_out": self.left_out, "notes": self.notes}
         self.output.mkdir(parents=True, exist_ok=True)
-        self._path("json").write_text(json.dumps({**whole, "lines": lines}, indent=1) + "\n")
+        self._path("json").write_text(json.dumps({**content, "lines": lines}, indent=1) + "\n")
 
     def figure(self) -> Path | None:
-        """Where plots go, without an ending; None: nowhere."""
+        """The path of plots without a suffix; None: no plots."""
         return self.output and self.output / self.name
 
     def _append(self, line: dict[str, Any]) -> None:
@@ -171,7 +182,8 @@ class Results:
         return self.output / f"{self.name}.{ending}"
 
 
-def _unless_too_large(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _or_does_not_fit(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a measurement; {"does_not_fit": reason} if memory is too small."""
     try:
         return measure()
     except Exception as error:
@@ -181,74 +193,74 @@ def _unless_too_large(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"does_not_fit": reason}
 
 
-def _short(asked: dict[str, Any]) -> str:
-    return ", ".join(str(asked[name]) for name in ("what", "row", "length") if name in asked)
+def _short(key: dict[str, Any]) -> str:
+    return ", ".join(str(key[name]) for name in ("what", "row", "length") if name in key)
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    found = []
+    lines = []
     for line in path.read_text().splitlines():
         try:
-            found.append(json.loads(line))
+            lines.append(json.loads(line))
         except ValueError:  # cut off when a run was killed
-            say(f"{path}: a broken line is left out")
-    return found
+            say(f"{path}: an incomplete line is skipped")
+    return lines
 
 
 def device_report(lines: list[dict[str, Any]], device: str) -> str:
-    """Which of the figures in some lines were measured, and on what, and which were not."""
+    """Which figures of some lines were measured, and on which device, and which were estimated or computed."""
     names = {name for line in lines for name in line}
     estimates = {name for line in lines if line.get("estimate") for name in line}
-    found = []
-    for kind, known in PROVENANCE.items():
-        shown = [name for name in known if name in names]
+    report = []
+    for kind, figures in PROVENANCE.items():
+        shown = [name for name in figures if name in names]
         if kind == MEASURED:
             shown = [name for name in shown if name not in estimates]
             kind = f"{kind} ({device})"
         elif kind == ESTIMATED:
             shown += [name for name in PROVENANCE[MEASURED] if name in estimates and name != "compile_seconds"]
         if shown:
-            found.append(f"{kind}: {', '.join(shown)}")
-    return "\n".join(found)
+            report.append(f"{kind}: {', '.join(shown)}")
+    return "\n".join(report)
 
 
-def by_row(results: Results, what: str, figure: str) -> dict[str, dict[int, Any]]:
-    """row → length → figure."""
-    found: dict[str, dict[int, Any]] = {}
-    for line in results.all_of(what):
+def by_model(results: Results, what: str, figure: str) -> dict[str, dict[int, Any]]:
+    """model name → length → figure, over the lines of one kind of measurement."""
+    values: dict[str, dict[int, Any]] = {}
+    for line in results.lines_of(what):
         if line.get(figure) is not None:
-            found.setdefault(line["asked"]["row"], {})[line["asked"]["length"]] = line[figure]
-    return found
+            values.setdefault(line["asked"]["row"], {})[line["asked"]["length"]] = line[figure]
+    return values
 
 
-def where(results, devices: int = 1) -> str:
-    """What figures were measured on, or estimated for."""
-    found = results.environment
-    if "topology" in found:
-        kind = f"{devices} device{'s' * (devices > 1)} of TPU {found['topology']}"
-        return f"{kind}: compiled, not measured ({found['compiler']})"
-    return found["device"]
+def describe_device(results, devices: int = 1) -> str:
+    """The device that figures were measured on, or estimated for; for the titles of plots."""
+    environ = results.environment
+    if "topology" in environ:
+        kind = f"{devices} device{'s' * (devices > 1)} of TPU {environ['topology']}"
+        return f"{kind}: compiled, not measured ({environ['compiler']})"
+    return environ["device"]
 
 
 class Output(NamedTuple):
     """Where the results of a benchmark go."""
 
-    folder: str | None = None  # None: nowhere; else a stopped run goes on from what is there
-    again: bool = False  # measure again what the folder already has
-    budget_seconds: float = 0.0  # start no measurement after so long; 0: no limit
-    device_report: bool = False  # say which figures were measured, and on what
+    folder: str | None = None  # None: results are only printed; measurements in an existing folder are reused
+    again: bool = False  # do not reuse measurements
+    budget_seconds: float = 0.0  # start no measurement after this time; 0: no limit
+    device_report: bool = False  # print how each figure was obtained
 
 
 def open_results(name: str, output: Output, described: dict[str, Any] | None = None) -> Results:
-    """The results of one benchmark, for this machine, or for the TPU that `described` tells of."""
+    """The results of a benchmark on this machine; `described` adds a TPU topology to the environment."""
     environ = {**environment.describe(), **(described or {})}
     return Results(name, output.folder, environ, again=output.again, budget_seconds=output.budget_seconds)
 
 
 def finish(results: Results, output: Output, summary: dict[str, Any]) -> None:
-    """Writes the summary; with `device_report`, prints where the figures come from."""
+    """Writes the results with a summary; with `device_report`, prints how each figure was obtained."""
     if output.device_report:
         print(device_report(results.lines, results.environment["device"]))
     results.write(summary)

@@ -1,7 +1,7 @@
-"""Timing decoding steps: speed and state size against generated length, greedy, unconditional or from a source.
+"""Timing of greedy decoding steps, unconditional or from a source, at a given generated length.
 
-All steps of one length cost the same, since caches have their whole capacity from the start. So unless whole
-generations are wanted, some steps at the end of a sequence of that length are timed, in one compiled loop.
+A cache has its full capacity from the first step, so all steps of one length cost the same. By default only some steps
+at the end of a sequence are timed, in one compiled loop; optionally whole generations.
 """
 
 import functools
@@ -15,7 +15,7 @@ from flax import nnx
 
 from t2r.attention.softmax import KVCache
 from t2r.benchmark.models import normal
-from t2r.benchmark.shared import SPARE, DoesNotFit, Timing, check_fits, is_out_of_memory, peak_bytes, timed
+from t2r.benchmark.shared import USABLE, DoesNotFit, Timing, check_fits, is_out_of_memory, peak_bytes, time_calls
 from t2r.decode.generate import Generation, packed_weights, prefill, scan_steps, state_bytes
 from t2r.decode.sampling import Sampling
 from t2r.environment import available_memory, total_bytes
@@ -23,16 +23,16 @@ from t2r.model.loss import source_states
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.model.transformer import DecodeState, LanguageModel
 
-NO_END = -1  # no token: texts are generated to their full length
+NO_STOP_TOKEN = -1  # not a token id: every sequence is generated to its full length
 
 
 class DecodeSpeed(NamedTuple):
-    """One model at one length."""
+    """The decoding speed of one model at one length."""
 
     length: int
     batch: int
-    seconds: float  # of `steps` steps: the median of all repetitions, compilation apart
-    spread: float  # slowest less fastest, over the median
+    seconds: float  # for `steps` steps: the median over repetitions, without compilation
+    spread: float  # (slowest - fastest) / median
     compile_seconds: float
     state_bytes: int
     steps: int
@@ -46,93 +46,97 @@ class DecodeSpeed(NamedTuple):
         return self.batch * self.steps / self.seconds
 
 
-def measure(model: LanguageModel, length: int, *, batch: int = 16, repeat_for: float = 2.0) -> DecodeSpeed:
-    """Generates `length` tokens for each of `batch` texts, again and again until `repeat_for` seconds have passed."""
+def measure_decoding(model: LanguageModel, length: int, *, batch: int = 16, repeat_for: float = 2.0) -> DecodeSpeed:
+    """Times the generation of `length` tokens for each of `batch` sequences, repeated for `repeat_for` seconds."""
     prompts = [[0]] * batch
-    program = DecodingProgram.of(model, prefill(model, prompts, length), length, packed_weights(model, batch))
-    begin = lambda: prefill(model, prompts, length)  # noqa: E731
-    times = timed(program, prepare=begin, repeat_for=repeat_for, least=1, warm_up=0)
+    program = DecodingProgram.compile(model, prefill(model, prompts, length), length, packed_weights(model, batch))
+    start = lambda: prefill(model, prompts, length)  # noqa: E731
+    times = time_calls(program, prepare=start, repeat_for=repeat_for, least=1, warm_up=0)
     size = state_bytes(model, batch, length)
     return DecodeSpeed(length, batch, times.seconds, times.spread, program.compile_seconds, size, length)
 
 
 class DecodingProgram(NamedTuple):
-    """A compiled loop, and what it is given besides texts."""
+    """A compiled loop of decoding steps with its weights: generation → (generation, tokens)."""
 
     compiled: jax.stages.Compiled
-    arrays: Any
-    packed: Any  # None: by the model itself
+    arrays: Any  # the parameters of the model
+    packed: Any  # weights in the layout of t2r's GPU kernels; None: decode without them
     compile_seconds: float
 
     @classmethod
-    def of(cls, model: LanguageModel, generation: Generation, steps: int, matrices: Any) -> "DecodingProgram":
+    def compile(cls, model: LanguageModel, generation: Generation, steps: int, packed: Any) -> "DecodingProgram":
+        """Compiles `steps` decoding steps for generations of this shape, which may be abstract."""
         began, (graph, arrays) = time.perf_counter(), nnx.split(model)
-        compiled = scan_steps.lower(graph, arrays, generation, steps, Sampling(), NO_END, matrices).compile()
-        return cls(compiled, arrays, matrices, time.perf_counter() - began)
+        compiled = scan_steps.lower(graph, arrays, generation, steps, Sampling(), NO_STOP_TOKEN, packed).compile()
+        return cls(compiled, arrays, packed, time.perf_counter() - began)
 
     def __call__(self, generation: Generation) -> tuple[Generation, jax.Array]:
         return self.compiled(self.arrays, generation, self.packed)
 
 
 class Decoder:
-    """A model whose decoding is measured at several lengths; a program that serves several is compiled once."""
+    """Measures the decoding of one model at several lengths. A program that serves several lengths is compiled once."""
 
     def __init__(self, model: LanguageModel, *, repeat_for: float = 2.0, plain: bool = False):
         self.model, self.repeat_for = model, repeat_for
-        self._packed = functools.cache(lambda batch: None if plain else packed_weights(model, batch))  # for all lengths
+        self._packed = functools.cache(lambda batch: None if plain else packed_weights(model, batch))
         self.translates = bool(model.config.encoder_layers)
         self._programs: dict[Any, DecodingProgram] = {}
 
     def program(self, batch: int, length: int, steps: int) -> DecodingProgram:
-        shapes = generation_of_shapes(self.model, batch, length)
-        key = steps, *(leaf.shape for leaf in jax.tree.leaves(shapes))
+        """The compiled loop of `steps` decoding steps."""
+        generation = abstract_generation(self.model, batch, length)
+        key = steps, *(leaf.shape for leaf in jax.tree.leaves(generation))
         if key not in self._programs:
-            self._programs[key] = DecodingProgram.of(self.model, shapes, steps, self._packed(batch))
+            self._programs[key] = DecodingProgram.compile(self.model, generation, steps, self._packed(batch))
         return self._programs[key]
 
     def steps(self, batch: int, length: int, steps: int, *, whole: bool = False) -> DecodeSpeed:
-        """The last `steps` steps of texts of this length; with `whole`, all of them."""
+        """Times the last `steps` steps of sequences of this length; with `whole`, all steps."""
         steps = length if whole else min(steps, length)
         program = self.program(batch, length, steps)
         check_fits(program.compiled, already=total_bytes((program.arrays, program.packed)))
-        generation = filled(generation_of_shapes(self.model, batch, length))
+        generation = random_generation(abstract_generation(self.model, batch, length))
         size = attention_bytes(generation.state)
 
-        def rewind() -> Generation:
-            return rewound(generation, length - steps)
+        def prepare() -> Generation:
+            return rewind(generation, length - steps)
 
-        def run(given: Generation) -> jax.Array:
+        def run(start: Generation) -> jax.Array:
             nonlocal generation
-            generation, tokens = program(given)
+            generation, tokens = program(start)  # `start` is donated
             return tokens
 
-        few = dict(least=3, warm_up=0) if whole else {}
-        times = timed(run, prepare=rewind, repeat_for=self.repeat_for, **few)
+        repetitions = dict(least=3, warm_up=0) if whole else {}
+        times = time_calls(run, prepare=prepare, repeat_for=self.repeat_for, **repetitions)
         return DecodeSpeed(length, batch, times.seconds, times.spread, program.compile_seconds, size, steps)
 
     def encoding(self, batch: int, length: int) -> Timing:
-        """Reading sources of this length: the encoder, and what each layer of the decoder keeps of it."""
+        """Times the encoding of sources of this length: the encoder, and each decoder layer's state of the source."""
         graph, arrays = nnx.split(self.model)
         sources = np.zeros((batch, length), np.int32)
-        compiled = jax.jit(lambda arrays, sources: source_states(nnx.merge(graph, arrays), sources))
-        compiled = compiled.lower(arrays, sources).compile()
+        encode = jax.jit(lambda arrays, sources: source_states(nnx.merge(graph, arrays), sources))
+        compiled = encode.lower(arrays, sources).compile()
         check_fits(compiled, already=total_bytes(arrays))
-        return timed(lambda _: compiled(arrays, sources), repeat_for=self.repeat_for, least=3)
+        return time_calls(lambda _: compiled(arrays, sources), repeat_for=self.repeat_for, least=3)
 
     def prompts(self, batch: int, length: int) -> Timing:
-        """Reading prompts of this length, chunk by chunk."""
-        prompts = [[0] * (length + 1)] * batch  # the last token waits for the first step
-        return timed(lambda _: prefill(self.model, prompts, 1), repeat_for=self.repeat_for, least=3)
+        """Times the prefill of prompts of this length."""
+        prompts = [[0] * (length + 1)] * batch  # prefill leaves the last token for the first decoding step
+        return time_calls(lambda _: prefill(self.model, prompts, 1), repeat_for=self.repeat_for, least=3)
 
     def largest_batch(self, length: int, steps: int, *, like: int = 128, attempts: int = 6) -> tuple[DecodeSpeed, int]:
-        """The speed at the largest batch that runs, and the batch predicted from the program of a smaller one, which
-        must not be so small that it has kernels of its own."""
+        """(the speed at the largest batch that fits, the batch size predicted from the memory of a batch of `like`).
+
+        `like` must be larger than the batches that t2r's GPU kernels serve, since their memory differs.
+        """
         compiled, arrays, _, _ = self.program(like, length, min(steps, length))
         free, weights = available_memory(), total_bytes(arrays)
         if free is None:
-            raise DoesNotFit("nobody says how much memory is free")
-        each = (peak_bytes(compiled) - weights) / like
-        batch = predicted = rounded_down(int(SPARE * free / each))
+            raise DoesNotFit("the amount of free memory is unknown on this device")
+        per_sequence = (peak_bytes(compiled) - weights) / like
+        batch = predicted = round_down(int(USABLE * free / per_sequence))
         for _ in range(attempts):
             if batch < 1:
                 break
@@ -141,45 +145,47 @@ class Decoder:
             except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-            batch = rounded_down(int(0.9 * batch))
-        raise DoesNotFit(f"not {batch} texts of {length} tokens, nor more")
+            batch = round_down(int(0.9 * batch))
+        raise DoesNotFit(f"a batch of {batch} sequences of {length} tokens does not fit")
 
 
-def rounded_down(count: int) -> int:
-    """To three binary digits: sizes that programs like."""
+def round_down(count: int) -> int:
+    """Rounds down to three significant binary digits, which gives sizes divisible by a large power of two."""
     unit = 2 ** max(count.bit_length() - 3, 0)
     return count // unit * unit
 
 
-def generation_of_shapes(model: LanguageModel, batch: int, length: int) -> Generation:
-    """A generation with room for `length` tokens as shapes; in translation, from sources as long as that."""
+def abstract_generation(model: LanguageModel, batch: int, length: int) -> Generation:
+    """An abstract generation with capacity for `length` tokens; in translation, from sources of the same length."""
     arrays, translates = arrays_of(model), bool(model.config.encoder_layers)
 
-    def begin(arrays: dict[str, Any], sources: Any) -> Generation:
-        made = with_arrays(model, arrays)
-        state = made.init_state(batch, length, source_states(made, sources) if translates else None)
+    def start(arrays: dict[str, Any], sources: Any) -> Generation:
+        filled_model = with_arrays(model, arrays)
+        source = source_states(filled_model, sources) if translates else None
+        state = filled_model.init_state(batch, length, source)
         key = jax.random.key_data(jax.random.key(0))
         return Generation(state, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool), key)
 
-    return jax.eval_shape(begin, arrays, jax.ShapeDtypeStruct((batch, length), jnp.int32))
+    return jax.eval_shape(start, arrays, jax.ShapeDtypeStruct((batch, length), jnp.int32))
 
 
-def filled(shapes: Generation) -> Generation:
-    """Random numbers in the shapes of a generation, all slots of caches taken."""
+def random_generation(abstract: Generation) -> Generation:
+    """A generation with random values; all slots of its caches are in use."""
 
     def array(like: jax.ShapeDtypeStruct) -> jax.Array:
         if like.dtype == bool:
             return jnp.ones(like.shape, bool)
-        if jnp.issubdtype(like.dtype, jnp.floating):  # the same for all texts: large states leave no room to make them
+        if jnp.issubdtype(like.dtype, jnp.floating):
+            # Equal in all sequences: a large state leaves no memory to generate random values for each.
             return jnp.broadcast_to(normal(jax.random.key(0), like.shape[-2:], like.dtype), like.shape)
         return jnp.zeros(like.shape, like.dtype)
 
-    generation = jax.tree.map(array, shapes)
-    return generation._replace(done=jnp.zeros(shapes.done.shape, bool))
+    generation = jax.tree.map(array, abstract)
+    return generation._replace(done=jnp.zeros(abstract.done.shape, bool))
 
 
-def rewound(generation: Generation, tokens: int) -> Generation:
-    """The same with so many tokens generated; what lies behind them in caches is written over."""
+def rewind(generation: Generation, tokens: int) -> Generation:
+    """The generation set back to `tokens` generated tokens; later slots of its caches will be overwritten."""
     layers = tuple(
         layer._replace(index=jnp.array(tokens, jnp.int32)) if isinstance(layer, KVCache) else layer
         for layer in generation.state.layers
@@ -189,10 +195,10 @@ def rewound(generation: Generation, tokens: int) -> Generation:
 
 
 def attention_bytes(state: DecodeState) -> int:
-    """All keys, values, S and z, counted one by one; of a source too. The state may be of shapes."""
+    """Bytes of all arrays of the attention state, including that of a source. The state may be abstract."""
     return total_bytes([leaf for leaf in jax.tree.leaves((state.layers, state.source)) if leaf.ndim])
 
 
 def linear_state_bytes(layers: int, batch: int, heads: int, features: int, head_dim: int) -> int:
-    """The paper's formula: S is k × d and z is k for each head, in float32, whatever the length."""
+    """The paper's formula: for each head S (k × d) and z (k) in float32, at any length."""
     return layers * batch * heads * features * (head_dim + 1) * 4

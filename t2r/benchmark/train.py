@@ -1,4 +1,4 @@
-"""Training speed: whole steps of a config's run, with random parameters and random words."""
+"""Training speed of a config: its real training step, with random parameters and random tokens."""
 
 import json
 import statistics
@@ -13,25 +13,25 @@ from ml_collections import ConfigDict
 
 from t2r import environment
 from t2r.batch import Batch
-from t2r.benchmark.floor import peak, training_flops
+from t2r.benchmark.floor import peak_flops, training_flops
 from t2r.benchmark.shared import is_out_of_memory
 from t2r.console import Progress
 from t2r.errors import InputError
 from t2r.layout import shardings
 from t2r.model.config import ModelConfig
-from t2r.training.shapes import run_of_shapes
+from t2r.training.shapes import abstract_run
 from t2r.training.sharding import make_mesh, place
 
 
 class TrainSpeed(NamedTuple):
-    """One config on one mesh."""
+    """The training speed of one config on one mesh."""
 
     tokens_per_second: float
-    step_seconds: float  # the median
-    spread: float  # slowest less fastest, over the median
-    first_seconds: float  # of the first step, compilation included
-    forward_seconds: float  # the median of the forward pass alone
-    utilisation: float | None  # operations of the model's definition over what the devices can do
+    step_seconds: float  # median
+    spread: float  # (slowest - fastest) / median
+    first_seconds: float  # the first step, with compilation
+    forward_seconds: float  # median time of the forward pass
+    utilisation: float | None  # model FLOP utilisation: required operations per second / peak; None: peak unknown
     peak_bytes: int | None  # of one device
     loss: float
 
@@ -39,14 +39,14 @@ class TrainSpeed(NamedTuple):
 def benchmark_train(
     config: ConfigDict, *, steps: int = 10, profile: str | None = None, output: Path | None = None
 ) -> dict[str, Any]:
-    """Measures a config's training step; the result may be added to a file, as a line of JSON."""
+    """Measures a config's training step. Appends the result to `output`, as a line of JSON."""
     try:
         speed = measure(config, steps=steps, profile=profile)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        fix = "Take fewer tokens at once (config.data, config.accumulate), or config.model.remat=True"
-        raise InputError(f"a step does not fit: {str(error).splitlines()[0]} {fix}") from error
+        fix = "Use smaller batches (config.data), more parts (config.accumulate) or config.model.remat=True"
+        raise InputError(f"a training step does not fit in memory: {str(error).splitlines()[0]} {fix}") from error
     result = {**speed._asdict(), "environment": environment.describe()}
     if output is not None:
         with output.open("a") as file:
@@ -55,12 +55,15 @@ def benchmark_train(
 
 
 def measure(config: ConfigDict, *, steps: int = 10, rounds: int = 5, profile: str | None = None) -> TrainSpeed:
-    """Times rounds of steps, each round waited for at its end, as in training; the first round is not counted."""
+    """Times `rounds` rounds of `steps` steps, after a first step with compilation.
+
+    As in training, the host waits for the device at the end of a round only.
+    """
     mesh = make_mesh(config.mesh)
-    run = run_of_shapes(config, mesh)
+    run = abstract_run(config, mesh)
     step = run.step(mesh, config.label_smoothing)
     state = place(_random_like(run.state), shardings(run.state, mesh))
-    parts = [_random_words(run.batch, run.model.config, seed) for seed in range(config.accumulate)]
+    parts = [_random_batch(run.batch, run.model.config, seed) for seed in range(config.accumulate)]
 
     def train() -> Any:
         nonlocal state
@@ -75,7 +78,7 @@ def measure(config: ConfigDict, *, steps: int = 10, rounds: int = 5, profile: st
             jax.block_until_ready(train())
     first_seconds, *counted = times
     seconds = statistics.median(counted)
-    limit = peak(mesh.devices.flat[0])
+    limit = peak_flops(mesh.devices.flat[0])
     work = training_flops(run.model.config, run.batch) * config.accumulate
     return TrainSpeed(
         tokens_per_second=run.tokens * config.accumulate / seconds,
@@ -90,7 +93,7 @@ def measure(config: ConfigDict, *, steps: int = 10, rounds: int = 5, profile: st
 
 
 def _time(call: Callable[[], Any], steps: int, rounds: int, progress: Progress) -> tuple[list[float], Any]:
-    """Seconds of a call, by rounds, the first of which is one call alone; and what the last one found."""
+    """(seconds per call for each round, the last result). The first round is a single call, later ones have `steps`."""
     times = []
     for count in (1, *[steps] * rounds):
         began = time.perf_counter()
@@ -102,20 +105,20 @@ def _time(call: Callable[[], Any], steps: int, rounds: int, progress: Progress) 
     return times, result
 
 
-def _random_words(like: Batch, config: ModelConfig, seed: int) -> Batch:
-    vocabularies = Batch(config.vocab_size, config.source_vocab_size)
-    return Batch(*(like and words(like.shape, size, seed) for like, size in zip(like, vocabularies)))
+def _random_batch(like: Batch, config: ModelConfig, seed: int) -> Batch:
+    vocab_sizes = Batch(config.vocab_size, config.source_vocab_size)
+    return Batch(*(like and zipf_tokens(like.shape, size, seed) for like, size in zip(like, vocab_sizes)))
 
 
-def words(shape: tuple[int, ...], vocabulary: int, seed: int) -> np.ndarray:
-    """Random words by Zipf's law, the n-th most frequent 1/n times as frequent: adaptive softmax depends on that."""
-    chance = np.random.default_rng(seed)
-    return np.minimum(np.exp(chance.random(shape) * np.log(vocabulary)), vocabulary - 1).astype(np.int32)
+def zipf_tokens(shape: tuple[int, ...], vocab_size: int, seed: int) -> np.ndarray:
+    """Random token ids with P(id) ∝ 1/id (Zipf's law): the speed of an adaptive softmax depends on frequencies."""
+    rng = np.random.default_rng(seed)
+    return np.minimum(np.exp(rng.random(shape) * np.log(vocab_size)), vocab_size - 1).astype(np.int32)
 
 
 def _random_like(tree: Any) -> Any:
-    """Small random numbers; norms are ones, and what is not a parameter is zero."""
-    chance = np.random.default_rng(0)
+    """Random arrays for an abstract tree: parameters are small, norm scales 1, biases and all other arrays 0."""
+    rng = np.random.default_rng(0)
 
     def array(path: tuple, like: jax.ShapeDtypeStruct) -> np.ndarray:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
@@ -123,6 +126,6 @@ def _random_like(tree: Any) -> Any:
             return np.zeros(like.shape, like.dtype)
         if names[-1].endswith("scale"):
             return np.ones(like.shape, like.dtype)
-        return (0.02 * chance.standard_normal(like.shape, np.float32)).astype(like.dtype)
+        return (0.02 * rng.standard_normal(like.shape, np.float32)).astype(like.dtype)
 
     return jax.tree_util.tree_map_with_path(array, tree)

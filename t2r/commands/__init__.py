@@ -1,1 +1,1 @@
-"""One file per command of `python -m t2r`: flags in, a table and a result out."""
+"""One file per command of `t2r`: it defines flags, prints a table, and returns the result, which is printed as JSON."""

@@ -1,4 +1,4 @@
-"""Flags that several benchmarks share, and what they mean."""
+"""Flags that several benchmarks share, and their parsing."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,83 +7,89 @@ from absl import flags
 
 from t2r.errors import InputError
 
-flags.disclaim_key_flags()  # flags belong to the command that calls a function here
+flags.disclaim_key_flags()  # --help lists the flags with the command that defines them by calling a function below
 
 LENGTHS = [str(2**power) for power in range(9, 16)]  # 512 to 32k
 
 
 def define_models() -> SimpleNamespace:
-    """The flags of `benchmark decode` and `benchmark memory`."""
+    """Flags that select models and lengths, for `benchmark decode` and `benchmark memory`."""
     return SimpleNamespace(
-        preset=flags.DEFINE_string("preset", None, "An architecture, such as paper_lm or paper_mt."),
-        model=flags.DEFINE_string("model", None, "A model directory whose architecture is taken; or builtin:NAME."),
-        fields=flags.DEFINE_multi_string("field", [], "NAME=VALUE: a field of the architecture, changed; repeat it."),
-        rows=flags.DEFINE_list("rows", None, "Models to compare; default: those of the paper's figures."),
-        features=flags.DEFINE_integer("features", 0, "Features of causal attention; 0: the paper's.", lower_bound=0),
-        cross_features=flags.DEFINE_integer("cross_features", 0, "Likewise of cross attention.", lower_bound=0),
-        lengths=flags.DEFINE_list("lengths", LENGTHS, "Generated lengths; sources are as long."),
-        batch=flags.DEFINE_integer("batch", 16, "Sequences at once.", lower_bound=1),
-        dtype=flags.DEFINE_enum("dtype", "bfloat16", ["float32", "bfloat16"], "Of weights and activations."),
+        preset=flags.DEFINE_string("preset", None, "Architecture: a preset, such as paper_lm or paper_mt."),
+        model=flags.DEFINE_string("model", None, "Architecture: that of a model directory or builtin:NAME."),
+        fields=flags.DEFINE_multi_string("field", [], "NAME=VALUE: change a field of the architecture; repeatable."),
+        rows=flags.DEFINE_list("rows", None, "Models to compare; default: those of the paper's Figures 2 and 3."),
+        features=flags.DEFINE_integer(
+            "features", 0, "Feature size k of causal attention; 0: the paper's.", lower_bound=0
+        ),
+        cross_features=flags.DEFINE_integer(
+            "cross_features", 0, "Feature size k of cross attention; 0: the paper's.", lower_bound=0
+        ),
+        lengths=flags.DEFINE_list("lengths", LENGTHS, "Generated lengths in tokens; sources have the same length."),
+        batch=flags.DEFINE_integer("batch", 16, "Sequences in a batch.", lower_bound=1),
+        dtype=flags.DEFINE_enum("dtype", "bfloat16", ["float32", "bfloat16"], "Type of weights and activations."),
     )
 
 
 def define_topology() -> SimpleNamespace:
-    """The flags of a TPU that is compiled for."""
+    """Flags that select a TPU to compile for."""
     return SimpleNamespace(
-        topology=flags.DEFINE_string("topology", None, "Compile for this TPU, such as v2:2x2; nothing is run."),
-        mesh=flags.DEFINE_string("mesh", "", "Of a topology: data=N,fsdp=N,tensor=N; default: one device."),
+        topology=flags.DEFINE_string("topology", None, "Only compile, for this TPU slice, such as v2:2x2."),
+        mesh=flags.DEFINE_string("mesh", "", "With --topology: data=N,fsdp=N,tensor=N; default: one device."),
     )
 
 
 def define_output() -> SimpleNamespace:
-    """The flags of every benchmark with a directory of results."""
+    """Flags of every benchmark that writes a directory of results."""
     return SimpleNamespace(
-        folder=flags.DEFINE_string("output", None, "Directory for results and plots; a stopped run goes on from it."),
-        again=flags.DEFINE_bool("again", False, "Measure again what the directory already has."),
-        budget_seconds=flags.DEFINE_float("budget_seconds", 0, "Start no measurement after so long; 0: no limit."),
-        device_report=flags.DEFINE_bool("device_report", False, "Say what was measured, and what is an estimate."),
+        folder=flags.DEFINE_string("output", None, "Directory for results and plots; its measurements are reused."),
+        again=flags.DEFINE_bool("again", False, "Do not reuse measurements in the directory."),
+        budget_seconds=flags.DEFINE_float("budget_seconds", 0, "Start no measurement after this time; 0: no limit."),
+        device_report=flags.DEFINE_bool(
+            "device_report", False, "Print which figures are measured, estimated or computed."
+        ),
     )
 
 
-def values(given: SimpleNamespace) -> dict[str, Any]:
-    """The flags' values, as arguments of a function."""
-    return {name: flag.value for name, flag in vars(given).items()}
+def values(defined: SimpleNamespace) -> dict[str, Any]:
+    """The values of flags, as keyword arguments."""
+    return {name: flag.value for name, flag in vars(defined).items()}
 
 
-def request(given: SimpleNamespace):
-    """The models and lengths that the flags of `define_models` ask for."""
+def request(defined: SimpleNamespace):
+    """The Request (models and lengths) of the flags of `define_models`."""
     from t2r.benchmark.models import make_request
 
-    return make_request(**values(given) | {"lengths": parse_lengths(given.lengths.value)})
+    return make_request(**values(defined) | {"lengths": parse_lengths(defined.lengths.value)})
 
 
-def output(given: SimpleNamespace):
-    """Where the flags of `define_output` send results."""
+def output(defined: SimpleNamespace):
+    """The Output of the flags of `define_output`."""
     from t2r.benchmark.shared import Output
 
-    return Output(**values(given))
+    return Output(**values(defined))
 
 
-def topology(given: SimpleNamespace) -> dict[str, Any]:
-    """The TPU that the flags of `define_topology` name, as arguments."""
-    return {"topology": given.topology.value, "mesh": parse_mesh(given.mesh.value)}
+def topology(defined: SimpleNamespace) -> dict[str, Any]:
+    """The values of the flags of `define_topology`, as keyword arguments."""
+    return {"topology": defined.topology.value, "mesh": parse_mesh(defined.mesh.value)}
 
 
-def parse_lengths(words: list[str]) -> list[int]:
-    """Whole numbers above 0, in order."""
-    if not words or not all(word.strip().isdigit() and int(word) for word in words):
-        raise InputError(f"--lengths={','.join(words)}: give whole numbers above 0, such as 128,512")
-    return sorted({int(word) for word in words})
+def parse_lengths(items: list[str]) -> list[int]:
+    """Positive integers, sorted and without duplicates."""
+    if not items or not all(item.strip().isdigit() and int(item) for item in items):
+        raise InputError(f"--lengths={','.join(items)}: give whole numbers above 0, such as 128,512")
+    return sorted({int(item) for item in items})
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Sizes of a mesh's axes, all 1 but those that are named."""
+    """Sizes of the mesh axes from NAME=SIZE,...; axes that are not named have size 1."""
     from t2r.layout import AXES
 
     sizes = dict.fromkeys(AXES, 1)
     for part in text.split(",") if text else []:
         name, _, size = part.partition("=")
         if name not in sizes or not size.isdigit():
-            raise InputError(f"--mesh={text}: write sizes of {', '.join(AXES)}, such as data=2,tensor=4")
+            raise InputError(f"--mesh={text}: give sizes of {', '.join(AXES)}, such as data=2,tensor=4")
         sizes[name] = int(size)
     return sizes

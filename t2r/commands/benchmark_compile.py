@@ -1,12 +1,12 @@
-"""Compile a config's step for a TPU nobody has booked: bytes per device, whether it fits, the compiler's time estimate.
+"""Compile a training or decoding step for a TPU, without one: memory per device, and the compiler's time estimate.
 
 t2r benchmark compile --config=configs/wikitext103.py:t2r --topology=v3:4x4 [--config.mesh.fsdp=8 ...]
 t2r benchmark compile --config=configs/wikitext103.py:t2r --topology=v2:2x2 --decode [--batch=16 --length=512]
 
-The compiler comes with pip install 'jax[tpu]' on Linux for x86_64; no TPU is needed. Nothing here is measured: times
-are the compiler's own estimates, which count products and memory traffic and know nothing of the network between hosts.
-It counts a loop's body once, so there is no estimate with config.model.scan_layers. least_seconds is what the model's
-products take at the peak that the maker states.
+Install the compiler with pip install 'jax[tpu]' (Linux, x86_64); no TPU is needed. Nothing is measured: step_seconds is
+the compiler's estimate, which counts operations and memory traffic but not communication between hosts. The compiler
+counts the body of a loop once, so there is no estimate with config.model.scan_layers=True. least_seconds is the time of
+the model's matrix products at the vendor's peak rate.
 """
 
 from pathlib import Path
@@ -15,12 +15,14 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-_CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file of the run, with an optional :VARIANT.")
-_TOPOLOGY = flags.DEFINE_string("topology", None, "TPU and its chips, such as v2:2x2 or v5e:4x4.", required=True)
-_DECODE = flags.DEFINE_bool("decode", False, "Compile a decoding step in place of a training step.")
-_BATCH = flags.DEFINE_integer("batch", 16, "Decoding: texts at once.", lower_bound=1)
-_LENGTH = flags.DEFINE_integer("length", 512, "Decoding: tokens of each text.", lower_bound=1)
-_OUTPUT = flags.DEFINE_string("output", None, "File for the report, as JSON.")
+_CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file, with an optional :VARIANT.")
+_TOPOLOGY = flags.DEFINE_string(
+    "topology", None, "TPU slice: version and chips, such as v2:2x2 or v5e:4x4.", required=True
+)
+_DECODE = flags.DEFINE_bool("decode", False, "Compile a decoding step instead of a training step.")
+_BATCH = flags.DEFINE_integer("batch", 16, "With --decode: sequences in a batch.", lower_bound=1)
+_LENGTH = flags.DEFINE_integer("length", 512, "With --decode: tokens per sequence.", lower_bound=1)
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file for the report.")
 
 
 def main() -> dict[str, Any]:

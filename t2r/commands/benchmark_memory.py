@@ -1,12 +1,14 @@
-"""Measure the memory of attention against generated length: by formula, counted, compiled, and on the device.
+"""Measure the size of the attention state against generated length: by formula, as compiled, and on the device.
 
 t2r benchmark memory --preset=paper_mt --output=DIR [--rows=...] [--lengths=...] [--batch=16]
 t2r benchmark memory --model=DIRECTORY ...
-t2r benchmark memory --preset=paper_mt --topology=v2:2x2 ...      (as the TPU compiler lays it out)
+t2r benchmark memory --preset=paper_mt --topology=v2:2x2 ...      (from the TPU compiler; nothing is run)
 
-The state of a translation model has its source in it, as long as the target. DIR gets memory.jsonl, memory.json,
-memory.png and memory.svg. `program state` is what the compiled step changes in place, as the device lays it out;
-`device peak` is since the process began, so models are measured from the smallest to the largest.
+Columns, in MiB: `state` is the sum of the arrays; `formula` the same by formula; `program state` the buffers that the
+compiled step updates in place, with the padding of the device's layout; `temporary` and `program` the compiler's memory
+plan; `device` the memory that the state occupies; `device peak` the highest use since the process started (models run
+from the smallest to the largest). The state of a translation model includes that of its source, which is as long as the
+target. DIR gets memory.jsonl, memory.json, memory.png and memory.svg.
 """
 
 from typing import Any
@@ -19,5 +21,5 @@ _MODELS, _TOPOLOGY, _OUTPUT = shared.define_models(), shared.define_topology(), 
 def main() -> dict[str, Any]:
     from t2r.benchmark.memory import benchmark_memory
 
-    where = shared.topology(_TOPOLOGY)
-    return benchmark_memory(shared.request(_MODELS), shared.output(_OUTPUT), **where)
+    target = shared.topology(_TOPOLOGY)
+    return benchmark_memory(shared.request(_MODELS), shared.output(_OUTPUT), **target)

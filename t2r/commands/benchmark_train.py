@@ -1,11 +1,10 @@
-"""Measure training speed: tokens per second and utilisation of a config's real step on the devices there are, and its
-forward pass alone.
+"""Measure the training speed of a config on the available devices: tokens per second, utilisation, forward pass.
 
 t2r benchmark train --config=configs/NAME.py[:VARIANT] [--config.FIELD=VALUE ...] [--steps=10]
     [--output=FILE.json] [--profile=DIR]
 
-Parameters and words are random: neither data nor a pretrained model is needed. Utilisation is the products that the
-model's definition asks for, over what the devices' maker says they can do in bfloat16.
+Parameters and tokens are random: neither data nor a pretrained model is needed. Utilisation is the rate of the matrix
+products that the model's definition requires, divided by the vendor's peak rate in bfloat16.
 """
 
 from pathlib import Path
@@ -14,10 +13,12 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-_CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file of the run, with an optional :VARIANT.")
-_STEPS = flags.DEFINE_integer("steps", 10, "Steps in each of five rounds; the median round counts.", lower_bound=1)
-_OUTPUT = flags.DEFINE_string("output", None, "File to add the result to, as a line of JSON.")
-_PROFILE = flags.DEFINE_string("profile", None, "Directory for a profile of one more step.")
+_CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file, with an optional :VARIANT.")
+_STEPS = flags.DEFINE_integer(
+    "steps", 10, "Steps in each of five rounds; the result is the median round.", lower_bound=1
+)
+_OUTPUT = flags.DEFINE_string("output", None, "File to append the result to, as a line of JSON.")
+_PROFILE = flags.DEFINE_string("profile", None, "Directory for a JAX profile of one more step.")
 
 
 def main() -> dict[str, Any]:

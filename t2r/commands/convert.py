@@ -1,10 +1,10 @@
-"""Convert a model: put linear attention in place of softmax, or merge φ into the projections for inference.
+"""Convert a model: replace softmax attention by linear attention, or merge φ into the projections for inference.
 
 t2r convert --model=MODEL --output=MODEL [--feature_map=t2r] [--features=32] [--keep=none|every_4th|0,4,8]
 t2r convert --model=MODEL --output=MODEL --features=4 --cross_features=32     (a translation model)
 t2r convert --model=MODEL --output=MODEL --merge
 
-After the swap a model must be finetuned: see `t2r train --help` and config.init_from.
+A converted model must be finetuned before use: `t2r train` with config.init_from converts and finetunes in one run.
 """
 
 from typing import Any
@@ -13,13 +13,17 @@ from absl import flags
 
 _MODEL = flags.DEFINE_string("model", None, "Model directory, or builtin:NAME.", required=True)
 _OUTPUT = flags.DEFINE_string("output", None, "Model directory to write; must not exist.", required=True)
-_FEATURE_MAP = flags.DEFINE_string("feature_map", "t2r", "t2r, elu, rfa or performer.")
-_FEATURES = flags.DEFINE_integer("features", None, "Feature size k; default: the map's own (32; elu: the head size).")
-_CROSS_FEATURES = flags.DEFINE_integer("cross_features", None, "Likewise of cross attention; default: as --features.")
-_ATTENTION = flags.DEFINE_enum("attention", "all", ["all", "causal", "cross"], "Which attention to swap.")
-_KEEP = flags.DEFINE_string("keep", "none", "Layers that stay softmax: none, every_4th (from the top), or 0,4,8.")
-_MERGE = flags.DEFINE_bool("merge", False, "Fold φ of a finetuned T2R model into its projections instead.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the new feature maps.")
+_FEATURE_MAP = flags.DEFINE_string("feature_map", "t2r", "Feature map φ: t2r, elu, rfa or performer.")
+_FEATURES = flags.DEFINE_integer("features", None, "Feature size k; default: 32 (elu: the size of a head).")
+_CROSS_FEATURES = flags.DEFINE_integer(
+    "cross_features", None, "Feature size k of cross attention; default: --features."
+)
+_ATTENTION = flags.DEFINE_enum(
+    "attention", "all", ["all", "causal", "cross"], "Translation: which attention to convert."
+)
+_KEEP = flags.DEFINE_string("keep", "none", "Layers that keep softmax: none, every_4th (from the top), or 0,4,8.")
+_MERGE = flags.DEFINE_bool("merge", False, "Do not convert: merge φ of a finetuned T2R model into its projections.")
+_SEED = flags.DEFINE_integer("seed", 0, "Random seed of the new feature maps.")
 
 
 def main() -> dict[str, Any]:

@@ -7,13 +7,13 @@ t2r evaluate --model=MODEL --data=builtin:numbers-en-de
 t2r evaluate --model=MODEL --data=pairs:SOURCE,TARGET [--beam=5 --length_penalty=0.6 --moses=de]
 t2r evaluate --model=MODEL --logits=IN.npz:OUT.npz
 
-Perplexity is that of the last 256 of each 512 tokens (the paper's measure), and over all tokens. With
---documents each document is scored by itself instead, cut at --window tokens, its beginning among them; a file of
-several has lines `<|endoftext|>` between them. BLEU and chrF are sacrebleu's, with its signature; --moses adds the
-paper's tokenised BLEU.
+Perplexity is computed over the last 256 tokens of windows of 512 (`perplexity`, the paper's measure) and over all
+tokens (`perplexity_all`). With --documents each document is scored separately from its first token, and cut off after
+--window tokens; lines `<|endoftext|>` separate the documents of a file. BLEU and chrF are computed by sacrebleu, whose
+signature is part of the result; --moses adds the paper's tokenised BLEU.
 
---logits reads `input_ids` (for translation also `decoder_input_ids`, and `attention_mask` if sources are padded) and
-writes `logits`, float32, to be compared with another library's.
+--logits computes the logits of given token ids, for comparison with another library. It reads `input_ids` (for
+translation also `decoder_input_ids`, and `attention_mask` if sources are padded) and writes `logits` in float32.
 """
 
 from typing import Any
@@ -22,24 +22,28 @@ from absl import flags
 
 _MODEL = flags.DEFINE_string("model", None, "Model directory, or builtin:NAME.", required=True)
 _DATA = flags.DEFINE_string(
-    "data", None, "builtin:NAME, text:PATH, pairs:SOURCE,TARGET, tsv:PATH (.gz too), tfds:NAME."
+    "data", None, "Data: builtin:NAME, text:PATH, pairs:SOURCE,TARGET, tsv:PATH (also .gz) or tfds:NAME."
 )
-_LOGITS = flags.DEFINE_string("logits", None, "IN.npz:OUT.npz: compute logits of given ids, to compare elsewhere.")
-_SPLIT = flags.DEFINE_string("split", None, "train, valid, test or all; default: all of a file, test of others.")
+_LOGITS = flags.DEFINE_string("logits", None, "IN.npz:OUT.npz: compute the logits of given token ids.")
+_SPLIT = flags.DEFINE_string("split", None, "train, valid, test or all; default: all for files, else test.")
 _WINDOW = flags.DEFINE_integer(
-    "window", None, "Tokens the model sees at once, the later half of which is scored; default: 512.", lower_bound=2
+    "window", None, "Tokens in a window, of which the second half is scored; default: 512.", lower_bound=2
 )
-_DOCUMENTS = flags.DEFINE_bool("documents", False, "Score each document of a text by itself, from its beginning.")
-_FIRST = flags.DEFINE_integer("first", None, "Score only so many, the first, documents or pairs.", lower_bound=1)
-_BATCH = flags.DEFINE_integer("batch", None, "Windows or documents (8) or sentences (32) at a time.", lower_bound=1)
+_DOCUMENTS = flags.DEFINE_bool("documents", False, "Score each document separately, from its first token.")
+_FIRST = flags.DEFINE_integer("first", None, "Score only the first N documents or pairs.", lower_bound=1)
+_BATCH = flags.DEFINE_integer(
+    "batch", None, "Batch size; default: 8 windows or documents, 32 sentences.", lower_bound=1
+)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
 _BEAM = flags.DEFINE_integer("beam", 5, "Translation: beam size; 1: greedy.")
-_PENALTY = flags.DEFINE_float("length_penalty", 0.6, "Translation: scores are divided by length to this power.")
-_EARLY = flags.DEFINE_bool("early_stopping", False, "Translation: stop at as many results as beams.")
-_TOKENIZE = flags.DEFINE_string("tokenize", "13a", "Translation: sacrebleu's tokenizer: 13a; zh into Chinese.")
-_MOSES = flags.DEFINE_string("moses", None, "Translation: target language, such as de, for tokenised BLEU as well.")
-_COMPOUNDS = flags.DEFINE_bool("split_compounds", False, "Translation: take hyphenated words apart in tokenised BLEU.")
-_OUTPUT = flags.DEFINE_string("output", None, "Translation: file to keep source, reference and translation in (TSV).")
+_PENALTY = flags.DEFINE_float("length_penalty", 0.6, "Translation: scores are divided by length^penalty.")
+_EARLY = flags.DEFINE_bool("early_stopping", False, "Translation: stop when --beam hypotheses have ended.")
+_TOKENIZE = flags.DEFINE_string(
+    "tokenize", "13a", "Translation: tokenizer of sacrebleu: 13a, or zh for Chinese targets."
+)
+_MOSES = flags.DEFINE_string("moses", None, "Translation: target language, such as de; adds tokenised BLEU.")
+_COMPOUNDS = flags.DEFINE_bool("split_compounds", False, "Translation: split hyphenated compounds in tokenised BLEU.")
+_OUTPUT = flags.DEFINE_string("output", None, "Translation: TSV file for sources, references and translations.")
 
 
 def main() -> dict[str, Any]:
@@ -49,7 +53,7 @@ def main() -> dict[str, Any]:
     from t2r.store import model_dir
 
     if (_DATA.value is None) == (_LOGITS.value is None):
-        raise InputError("say what to score: one of --data=SPEC and --logits=IN.npz:OUT.npz")
+        raise InputError("give one of --data=SPEC and --logits=IN.npz:OUT.npz")
     loaded = model_dir.load(_MODEL.value, dtype=_DTYPE.value)
     if _LOGITS.value:
         ids, _, output = _LOGITS.value.partition(":")
@@ -67,11 +71,11 @@ def main() -> dict[str, Any]:
 def _options(*, translates: bool) -> dict[str, Any]:
     from t2r.decode.beam import Beam
 
-    both = dict(first=_FIRST.value, batch=_BATCH.value)
+    common = dict(first=_FIRST.value, batch=_BATCH.value)
     if not translates:
-        return dict(both, documents=_DOCUMENTS.value, window=_WINDOW.value)
+        return dict(common, documents=_DOCUMENTS.value, window=_WINDOW.value)
     return dict(
-        both,
+        common,
         beam=Beam(_BEAM.value, _PENALTY.value, _EARLY.value),
         tokenize=_TOKENIZE.value,
         moses=_MOSES.value,

@@ -1,10 +1,10 @@
-"""Generate text from a prompt, streamed to the terminal as it comes.
+"""Generate text from a prompt; it is printed token by token.
 
 t2r generate --model=MODEL --prompt=TEXT --length=N [--temperature=0.8 --top_k=40 --top_p=0.95 --seed=0]
-t2r generate --model=MODEL --prompt=TEXT --length=N --save_state=FILE     (keeps the state for later)
-t2r generate --model=MODEL --load_state=FILE --length=N [--prompt=MORE]   (goes on from it)
+t2r generate --model=MODEL --prompt=TEXT --length=N --save_state=FILE     (saves the state)
+t2r generate --model=MODEL --load_state=FILE --length=N [--prompt=MORE]   (continues from a saved state)
 
-Give --prompt several times for several texts at once.
+Repeat --prompt for a batch of prompts.
 """
 
 import sys
@@ -13,17 +13,20 @@ from typing import Any
 from absl import flags
 
 _MODEL = flags.DEFINE_string("model", None, "Model directory, or builtin:NAME.", required=True)
-_PROMPT = flags.DEFINE_multi_string("prompt", [], "Text to go on from; repeat the flag for a batch.")
-_LENGTH = flags.DEFINE_integer("length", 100, "Most tokens to generate.", lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0: greedy.")
-_TOP_K = flags.DEFINE_integer("top_k", 0, "Choose among the k likeliest tokens only; 0: among all.")
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "Choose among the likeliest tokens that together reach this probability.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the sampling; a loaded state has its own.")
-_SAVE = flags.DEFINE_string("save_state", None, "File to keep the state in, to go on later.")
-_LOAD = flags.DEFINE_string("load_state", None, "File to go on from; the prompt, if any, is added to it.")
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "Prompt; repeat the flag for a batch.")
+_LENGTH = flags.DEFINE_integer("length", 100, "Maximum number of tokens to generate.", lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0: greedy.")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.")
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the most likely tokens whose total probability reaches this.")
+_SEED = flags.DEFINE_integer("seed", 0, "Random seed; a loaded state has its own.")
+_SAVE = flags.DEFINE_string("save_state", None, "File to save the decoding state to.")
+_LOAD = flags.DEFINE_string("load_state", None, "File with a state to continue from; --prompt, if given, is appended.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
 _KERNELS = flags.DEFINE_enum(
-    "kernels", "auto", ["auto", "on", "off"], "On a GPU; on: wherever there are any; off: by the model's own step."
+    "kernels",
+    "auto",
+    ["auto", "on", "off"],
+    "GPU kernels for decoding; auto: where they are faster; on: wherever one exists; off: never.",
 )
 
 
@@ -48,7 +51,7 @@ def main() -> dict[str, Any]:
     )
     printer.finish(result.texts)
     if _SAVE.value:
-        say(f"state kept in {_SAVE.value}")
+        say(f"state saved to {_SAVE.value}")
     return {
         "text": result.texts[0] if len(result.texts) == 1 else result.texts,
         "tokens": result.tokens,
@@ -58,20 +61,20 @@ def main() -> dict[str, Any]:
 
 
 class Printer:
-    """Prints one text as it comes, after its prompt; several when they are there, each with its prompt."""
+    """Prints a single text while it is generated, after its prompt; several texts at the end, each after its prompt."""
 
     def __init__(self, prompts: list[str], separator: str):
-        self._prompts, self._glue, self._begun = prompts, separator, False
+        self._prompts, self._separator, self._started = prompts, separator, False
 
     def __call__(self, text: str) -> None:
-        if not self._begun:
-            self._begun = True
-            text = (self._prompts[0] + self._glue if self._prompts else "") + text
+        if not self._started:
+            self._started = True
+            text = (self._prompts[0] + self._separator if self._prompts else "") + text
         sys.stdout.write(text)
         sys.stdout.flush()
 
     def finish(self, texts: list[str]) -> None:
-        if self._begun:
+        if self._started:
             return print()
         prompts = self._prompts or [""] * len(texts)
-        print("\n\n".join(f"[{i}] {p}{self._glue}{text}" for i, (p, text) in enumerate(zip(prompts, texts))))
+        print("\n\n".join(f"[{i}] {p}{self._separator}{text}" for i, (p, text) in enumerate(zip(prompts, texts))))

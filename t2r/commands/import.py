@@ -1,15 +1,16 @@
-"""Import a pretrained transformer: a Hugging Face directory or a fairseq checkpoint becomes a model directory of ours.
+"""Import a pretrained transformer from a Hugging Face directory or a fairseq checkpoint.
 
 t2r import --source=DIR_OR_FILE --output=MODEL [--source_language=de_DE] [--target_language=en_XX]
 
-Hugging Face: Llama and its relatives (Mistral, Qwen2, Qwen3, SmolLM), Gemma 3, GPT-2, GPT-NeoX and Pythia, OPT, and for
-translation Marian (OPUS-MT), BART and mBART; of a model of many languages choose two, else its own files do.
+Hugging Face (config.json, safetensors, tokenizer files): Llama, Mistral, Qwen2, Qwen3, SmolLM, Gemma 3, GPT-2,
+GPT-NeoX, Pythia and OPT; for translation Marian (OPUS-MT), BART and mBART. For multilingual models, choose the
+languages with --source_language and --target_language; by default the model's files decide.
 
-fairseq: transformer_lm, with adaptive input and softmax or without, and transformer for translation: a .pt
-file, or a directory with one (checkpoint_best.pt or model.pt among several), beside it dict.txt, or dict.SOURCE.txt and
-dict.TARGET.txt, and bpecodes or code if there are byte-pair codes. Nothing in the checkpoint is executed.
+fairseq: transformer_lm, with or without adaptive input and softmax, and transformer (translation). --source is a .pt
+file, or a directory with one (of several, checkpoint_best.pt or model.pt). Next to it must be dict.txt, or
+dict.SOURCE.txt and dict.TARGET.txt, and, if BPE was used, bpecodes or code. No code in the checkpoint is executed.
 
-The tokenizer comes along. To check the result against any library:
+The tokenizer is imported too. To compare the result with another library:
 t2r evaluate --model=MODEL --logits=IN.npz:OUT.npz
 """
 
@@ -21,8 +22,8 @@ _SOURCE = flags.DEFINE_string(
     "source", None, "Directory with config.json, safetensors and a tokenizer; or a fairseq checkpoint.", required=True
 )
 _OUTPUT = flags.DEFINE_string("output", None, "Model directory to write; must not exist.", required=True)
-_FROM = flags.DEFINE_string("source_language", None, "Of a model of many languages, the one to translate from.")
-_INTO = flags.DEFINE_string("target_language", None, "Of a model of many languages, the one to translate into.")
+_FROM = flags.DEFINE_string("source_language", None, "Multilingual models: the language to translate from.")
+_INTO = flags.DEFINE_string("target_language", None, "Multilingual models: the language to translate into.")
 
 
 def main() -> dict[str, Any]:

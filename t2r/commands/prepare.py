@@ -1,21 +1,21 @@
-"""Write a data set as ArrayRecord files, once; training then reads it as tfds:NAME, without TensorFlow.
+"""Download a dataset, or read local files, and write it as ArrayRecord files, which training reads as tfds:NAME.
 
 t2r prepare --name=wikitext103
 t2r prepare --name=wmt14_translate/de-en        (also wmt14_translate/fr-en, wmt17_translate/zh-en)
-t2r prepare --name=wikitext103 --files=DIR              wiki.train.tokens and so on, as distributed
-t2r prepare --name=sentence_pairs/en-de --files=DIR     train*.en, train*.de, valid.en, ... (.gz too)
+t2r prepare --name=wikitext103 --files=DIR              (wiki.train.tokens etc., as distributed)
+t2r prepare --name=sentence_pairs/en-de --files=DIR     (train*.en, train*.de, valid.en, ...; also .gz)
 
-With --files nothing is downloaded. Started again after an interruption, it keeps what was downloaded; what is complete
-is not made again. --data_dir is data/tfds, or TFDS_DATA_DIR.
+With --files nothing is downloaded. After an interruption, run the same command: finished downloads and splits are
+reused.
 """
 
 from typing import Any
 
 from absl import flags
 
-_NAME = flags.DEFINE_string("name", None, "Data set: wikitext103, sentence_pairs/en-de, or one of TFDS.", required=True)
+_NAME = flags.DEFINE_string("name", None, "Dataset: wikitext103, sentence_pairs/en-de, or one of TFDS.", required=True)
 _FILES = flags.DEFINE_string("files", None, "Folder with local copies of the original files.")
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "Where data sets lie; default: TFDS_DATA_DIR, or data/tfds.")
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "Directory of datasets; default: $TFDS_DATA_DIR, or data/tfds.")
 
 
 def main() -> dict[str, Any]:

@@ -1,12 +1,15 @@
-"""Train or finetune a model from a config; start again with the same command to continue.
+"""Train or finetune a model as described by a config; run the same command again to resume.
 
 t2r train --config=configs/NAME.py[:VARIANT] --workdir=DIR [--config.FIELD=VALUE ...]
 
-The work directory gets the resolved config, metrics.jsonl, TensorBoard scalars, checkpoints, and at the end model/,
-a model directory for all other commands.
+NAME is tiny_lm, numbers, tatoeba, wikitext103, wmt or convert (each file documents its variants), or a path to a config
+of your own. --config.FIELD=VALUE overrides a field; t2r/training/config.py lists all of them.
 
-On several machines, or with several processes on one, start the same command in each, with --coordinator; they share
-the work directory and the data. launch/local, launch/slurm, launch/tpu and launch/gke do that.
+DIR gets the resolved config (config.json), metrics.jsonl, TensorBoard scalars, checkpoints, and at the end model/, a
+model directory for all other commands.
+
+For several processes, on one or more machines, run the same command in each with --coordinator, --processes and
+--process. They must share DIR and the data. launch/local, launch/slurm, launch/tpu and launch/gke start such runs.
 """
 
 from pathlib import Path
@@ -15,13 +18,13 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-_CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file of the run, with an optional :VARIANT.")
+_CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file, with an optional :VARIANT.")
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator", "", "Where processes of one run meet: HOST:PORT, free on the machine of the first; or auto."
+    "coordinator", "", "HOST:PORT of process 0, which must be free there; auto: on TPU slices, SLURM and GKE."
 )
-_PROCESSES = flags.DEFINE_integer("processes", 0, "How many they are.")
-_PROCESS = flags.DEFINE_integer("process", -1, "Which of them this is, from 0.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; made if it is not there.", required=True)
+_PROCESSES = flags.DEFINE_integer("processes", 0, "With --coordinator: number of processes.")
+_PROCESS = flags.DEFINE_integer("process", -1, "With --coordinator: index of this process, from 0.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run; created if missing.", required=True)
 
 
 def main() -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""Translate lines: one line out for each line in, in their order.
+"""Translate a file line by line.
 
 t2r translate --model=MODEL --input=FILE --output=FILE [--beam=5 --length_penalty=0.6]
 echo "forty-two" | t2r translate --model=MODEL
 
-Without --input lines come from standard input, without --output they go to standard output, and the line of JSON that
-ends every command to standard error. Empty lines stay empty. With --n_best or --scores a line is the number of its
-source line, the score (log-probability over length^penalty) and the text, with tabs between.
+Each input line gives one output line, in the same order; empty lines stay empty. Without --input, lines are read from
+standard input. Without --output, translations go to standard output and the final line of JSON to standard error. With
+--n_best or --scores, output lines have three columns, separated by tabs: the number of the source line, the score
+(log-probability / length^penalty) and the translation.
 """
 
 import sys
@@ -14,25 +15,25 @@ from typing import Any
 from absl import flags
 
 _MODEL = flags.DEFINE_string("model", None, "Model directory of a translation model.", required=True)
-_INPUT = flags.DEFINE_string("input", None, "Text file (.gz too), a sentence a line; default: standard input.")
-_OUTPUT = flags.DEFINE_string("output", None, "File to write, whole or not at all; default: standard output.")
+_INPUT = flags.DEFINE_string("input", None, "Text file (also .gz), one sentence per line; default: standard input.")
+_OUTPUT = flags.DEFINE_string("output", None, "File to write (atomically); default: standard output.")
 _BEAM = flags.DEFINE_integer("beam", 5, "Beam size; 1: greedy.")
-_PENALTY = flags.DEFINE_float("length_penalty", 0.6, "Scores are divided by length to this power.")
-_EARLY = flags.DEFINE_bool("early_stopping", False, "Stop at as many results as beams, as the paper's toolkit does.")
-_N_BEST = flags.DEFINE_integer("n_best", 1, "Translations of each line; at most as many as beams.", lower_bound=1)
-_SCORES = flags.DEFINE_bool("scores", False, "Write line numbers and scores beside the text.")
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Above 0: sample, do not search.")
-_TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k likeliest tokens only; 0: among all.")
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample among the likeliest tokens that together reach this probability.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
+_PENALTY = flags.DEFINE_float("length_penalty", 0.6, "Scores are divided by length^penalty.")
+_EARLY = flags.DEFINE_bool("early_stopping", False, "Stop when --beam hypotheses have ended, as fairseq does.")
+_N_BEST = flags.DEFINE_integer("n_best", 1, "Translations per line; at most --beam.", lower_bound=1)
+_SCORES = flags.DEFINE_bool("scores", False, "Also write line numbers and scores.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Above 0: sample instead of beam search.")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.")
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the most likely tokens whose total probability reaches this.")
+_SEED = flags.DEFINE_integer("seed", 0, "Random seed for sampling.")
 _BATCH = flags.DEFINE_integer("batch", 32, "Sentences translated at a time.", lower_bound=1)
-_MAX_SOURCE = flags.DEFINE_integer("max_source", 1024, "Most tokens of a line.", lower_bound=2)
+_MAX_SOURCE = flags.DEFINE_integer("max_source", 1024, "Maximum tokens per line.", lower_bound=2)
 _OVERLONG = flags.DEFINE_enum("overlong", "error", ["error", "truncate"], "What to do with longer lines.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
 
 
 def report_stream():
-    """Where the line of JSON goes: beside the translations it would be one more of them."""
+    """The stream for the final line of JSON: standard error if translations go to standard output."""
     return sys.stdout if _OUTPUT.value else sys.stderr
 
 

@@ -1,1 +1,1 @@
-"""From a pretrained transformer to an RNN, and to and from disk."""
+"""Conversion of a pretrained transformer into an RNN: the swap, attention transfer, and the merge."""

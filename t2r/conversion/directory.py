@@ -1,4 +1,4 @@
-"""A model directory converted into another: the swap, or the merge."""
+"""Converts loaded models and model directories, by swap or by merge, and records it in their provenance."""
 
 from pathlib import Path
 from typing import Any
@@ -11,26 +11,27 @@ from t2r.store.model_dir import LoadedModel
 
 
 def convert_model(loaded: LoadedModel, *, source: str = "", **plan: Any) -> LoadedModel:
-    """Linear attention in place of softmax, as `swap` does it; what was done is added to the provenance."""
-    return _recorded(loaded, swap(loaded.model, **plan), {"action": "swap", **plan}, source)
+    """The model with linear attention in place of softmax: `swap` with the arguments `plan`."""
+    return _with_history(loaded, swap(loaded.model, **plan), {"action": "swap", **plan}, source)
 
 
 def merge_model(loaded: LoadedModel, *, source: str = "") -> LoadedModel:
-    """φ folded into the projections, as `merge` does it."""
-    return _recorded(loaded, merge(loaded.model), {"action": "merge"}, source)
+    """The model with φ merged into the projections: `merge`."""
+    return _with_history(loaded, merge(loaded.model), {"action": "merge"}, source)
 
 
 def convert_directory(name: str, output: str | Path, *, merge: bool = False, **plan: Any) -> LoadedModel:
-    """Reads a model directory, converts the model, or with `merge` merges it, and writes another directory."""
+    """Loads the model `name`, converts it (or merges it, with `merge`), and saves it as the directory `output`."""
     output = Path(output)
     if output.exists():
-        raise InputError(f"--output={output} exists already: choose another or remove it")
+        raise InputError(f"--output={output} exists already: choose another directory or remove it")
     loaded = model_dir.load(name)
     result = merge_model(loaded, source=name) if merge else convert_model(loaded, source=name, **plan)
     model_dir.save(output, result)
     return result
 
 
-def _recorded(loaded: LoadedModel, model: Any, entry: dict[str, Any], source: str) -> LoadedModel:
+def _with_history(loaded: LoadedModel, model: Any, entry: dict[str, Any], source: str) -> LoadedModel:
+    """The converted model with the tokenizer of the original, and `entry` added to its history."""
     entry = {**entry, "source": source} if source else entry
     return LoadedModel(model, loaded.tokenizer, {"history": [*loaded.provenance["history"], entry]})

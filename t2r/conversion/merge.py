@@ -1,4 +1,4 @@
-"""The last step of conversion: φ folded into the projections, for inference."""
+"""The last step of conversion: φ is merged into the query and key projections, for inference (§2.2)."""
 
 import dataclasses
 
@@ -11,34 +11,41 @@ from t2r.model.transformer import LanguageModel
 
 
 def merge(model: LanguageModel) -> LanguageModel:
-    """The model with every T2R attention merged; softmax attention stays. What cannot be merged is refused."""
+    """The model with W̃ and b̃ in place of W_φ, b_φ and the query and key projections; softmax attention is unchanged.
+
+    W̃_q = W_φ W_q and b̃_q = b_φ + W_φ b_q, and the same for keys: see `LinearAttention.merged`.
+    An error if any linear attention cannot be merged.
+    """
     config = model.config
-    specs = {place: list(getattr(config, field)) for place, field in SPECS.items()}
+    specs = {name: list(getattr(config, field)) for name, field in SPECS.items()}
     linear = [
-        (place, layer) for place, found in specs.items() for layer, spec in enumerate(found) if spec.kind == "linear"
+        (name, layer)
+        for name, layer_specs in specs.items()
+        for layer, spec in enumerate(layer_specs)
+        if spec.kind == "linear"
     ]
     if not linear:
         raise InputError("nothing to merge: the model has no unmerged linear attention; convert it first")
     problems = [
-        f"layer {layer}, {SPECS[place]}: only the feature map 't2r' is linear before its activation, "
-        f"not {specs[place][layer].feature_map!r}"
-        for place, layer in linear
-        if specs[place][layer].feature_map != "t2r"
+        f"layer {layer}, {SPECS[name]}: only the feature map 't2r' is a linear map before its activation, "
+        f"not {specs[name][layer].feature_map!r}"
+        for name, layer in linear
+        if specs[name][layer].feature_map != "t2r"
     ]
-    if config.positions == "rotary" and any(place == "attention" for place, _ in linear):
-        problems.append("rotary positions turn queries and keys between projection and φ, by another angle each time")
+    if config.positions == "rotary" and any(name == "attention" for name, _ in linear):
+        problems.append("rotary positions rotate queries and keys between the projection and φ")
     raise_all("cannot merge φ into the projections:", problems)
-    model = nnx.merge(*nnx.split(model))  # a new object around the same arrays
-    for place, layer in linear:
+    model = nnx.merge(*nnx.split(model))  # a new object that shares the arrays
+    for name, layer in linear:
         block = model.blocks[layer]
-        setattr(block, place, merge_attention(getattr(block, place)))
-        specs[place][layer] = dataclasses.replace(specs[place][layer], kind="merged")
-    model.config = dataclasses.replace(config, **{SPECS[place]: tuple(found) for place, found in specs.items()})
+        setattr(block, name, merge_attention(getattr(block, name)))
+        specs[name][layer] = dataclasses.replace(specs[name][layer], kind="merged")
+    model.config = dataclasses.replace(config, **{SPECS[name]: tuple(specs[name]) for name in specs})
     return model
 
 
 def merge_attention(attention: LinearAttention) -> MergedLinearAttention:
-    """One layer's merge."""
+    """Merged attention with the same value and output projections."""
     features = attention.feature_map.weight.shape[1]
     merged = nnx.eval_shape(lambda: MergedLinearAttention(attention.shape, features, rngs=nnx.Rngs(0)))
     merged.value, merged.out = attention.value, attention.out

@@ -1,4 +1,4 @@
-"""The first step of conversion: softmax attention out, linear attention in, everything else kept."""
+"""The first step of conversion: softmax attention is replaced by linear attention, and nothing else changes (§2.2)."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from t2r.errors import InputError, raise_all
 from t2r.model.config import AttentionSpec
 from t2r.model.transformer import LanguageModel
 
-# Where a decoder block has attention, and the config's field for it.
+# The attention modules of a decoder block, and the config's field for each.
 SPECS = {"attention": "attention", "cross": "cross_attention"}
 
 
@@ -23,44 +23,50 @@ def swap(
     attention: str = "all",
     seed: int = 0,
 ) -> LanguageModel:
-    """The model with linear attention in all layers but those kept; parameters are shared with the original.
+    """The model with linear attention in all layers except those that `keep` names (see `layers_to_keep`).
 
-    Only φ is new: projections, feed-forwards, norms and embeddings stay what they were. In a translation model's
-    decoder, causal and cross attention are swapped, each with its feature size, unless `attention` names one of them;
-    the encoder is left alone.
+    Only φ is new; all other parameters are shared with the original. In a translation model, the decoder's causal and
+    cross attention are swapped, with `features` and `cross_features`, unless `attention` is "causal" or "cross". The
+    encoder is unchanged.
     """
     config = model.config
-    plan = {"attention": features}
+    feature_sizes = {"attention": features}
     if config.encoder_layers:
-        plan["cross"] = cross_features if cross_features is not None else features
+        feature_sizes["cross"] = cross_features if cross_features is not None else features
     elif cross_features is not None:
         raise InputError(f"cross_features={cross_features}: a language model has no cross attention")
-    chosen = {"all": set(plan), "causal": {"attention"}, "cross": {"cross"} & set(plan)}
-    if attention not in chosen or not chosen[attention]:
-        raise InputError(f"attention={attention!r}: choose all, causal, or in a translation model cross")
-    plan = {place: AttentionSpec("linear", feature_map, plan[place]) for place in plan if place in chosen[attention]}
-    raise_all("cannot swap:", [problem for spec in plan.values() for problem in spec.problems(config.head_dim)])
+    choices = {"all": set(feature_sizes), "causal": {"attention"}, "cross": {"cross"} & set(feature_sizes)}
+    if attention not in choices or not choices[attention]:
+        raise InputError(f"attention={attention!r}: choose all or causal, or for a translation model cross")
+    new_specs = {
+        name: AttentionSpec("linear", feature_map, size)
+        for name, size in feature_sizes.items()
+        if name in choices[attention]
+    }
+    raise_all("cannot swap:", [problem for spec in new_specs.values() for problem in spec.problems(config.head_dim)])
     kept = layers_to_keep(keep, len(model.blocks))
-    model = nnx.merge(*nnx.split(model))  # a new object around the same arrays
+    model = nnx.merge(*nnx.split(model))  # a new object that shares the arrays
     rngs = nnx.Rngs(seed)
-    specs = {place: list(getattr(config, SPECS[place])) for place in plan}
+    specs = {name: list(getattr(config, SPECS[name])) for name in new_specs}
     for layer, block in enumerate(model.blocks):
-        for place, spec in plan.items():
-            if layer not in kept and specs[place][layer].kind == "softmax":
-                setattr(block, place, linearize(getattr(block, place), feature_map, spec.features, rngs=rngs))
-                converted = dict(kind=spec.kind, feature_map=spec.feature_map, features=spec.features)
-                specs[place][layer] = dataclasses.replace(specs[place][layer], **converted)
-    model.config = dataclasses.replace(config, **{SPECS[place]: tuple(found) for place, found in specs.items()})
+        for name, spec in new_specs.items():
+            if layer not in kept and specs[name][layer].kind == "softmax":
+                setattr(block, name, linearize(getattr(block, name), feature_map, spec.features, rngs=rngs))
+                changes = dict(kind=spec.kind, feature_map=spec.feature_map, features=spec.features)
+                specs[name][layer] = dataclasses.replace(specs[name][layer], **changes)
+    model.config = dataclasses.replace(config, **{SPECS[name]: tuple(specs[name]) for name in specs})
     if model.config == config:
-        raise InputError(f"nothing to swap: keep={keep!r} leaves no softmax layer among {config.layers}")
+        raise InputError(
+            f"nothing to swap: keep={keep!r} leaves no softmax attention to swap in {config.layers} layers"
+        )
     return model
 
 
 def linearize(
     attention: SoftmaxAttention, feature_map: str, features: int | None, *, rngs: nnx.Rngs
 ) -> LinearAttention:
-    """Linear attention with the projections of softmax attention and a fresh φ."""
-    # Built without arrays: all but φ are about to be replaced.
+    """Linear attention with the projections of softmax attention and a randomly initialised φ."""
+    # Built without arrays: all modules, φ included, are replaced below.
     linear = nnx.eval_shape(lambda: LinearAttention(attention.shape, feature_map, features, rngs=nnx.Rngs(0)))
     linear.query, linear.key = attention.query, attention.key
     linear.value, linear.out = attention.value, attention.out
@@ -71,7 +77,7 @@ def linearize(
 
 
 def layers_to_keep(keep: str, layers: int) -> set[int]:
-    """`none`; `every_4th` counted from the top, the paper's T2R 75%; or a list of layer numbers such as `0,4,8`."""
+    """The layers that stay softmax: `none`, `every_4th` from the top (the paper's T2R 75%), or a list like `0,4,8`."""
     if keep == "none":
         return set()
     if keep == "every_4th":
@@ -80,7 +86,7 @@ def layers_to_keep(keep: str, layers: int) -> set[int]:
         kept = {int(layer) for layer in keep.split(",")}
     except ValueError:
         raise InputError(f"keep={keep!r}: use none, every_4th, or layer numbers such as 0,4,8") from None
-    wrong = sorted(layer for layer in kept if not 0 <= layer < layers)
-    if wrong:
-        raise InputError(f"keep={keep!r}: the model has layers 0 to {layers - 1}, not {', '.join(map(str, wrong))}")
+    missing = sorted(layer for layer in kept if not 0 <= layer < layers)
+    if missing:
+        raise InputError(f"keep={keep!r}: the model has layers 0 to {layers - 1}, not {', '.join(map(str, missing))}")
     return kept

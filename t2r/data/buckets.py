@@ -1,4 +1,4 @@
-"""Pairs → batches of a fixed number of tokens, in a few shapes, so that each shape is compiled once."""
+"""Sentence pairs → batches of about equal numbers of tokens, in a few shapes, so that few programs are compiled."""
 
 import functools
 from collections.abc import Sequence
@@ -7,26 +7,31 @@ from typing import NamedTuple
 import grain
 import numpy as np
 
-from t2r.batch import Batch, pad_rows
+from t2r.batch import Batch, pad_sequences
 from t2r.data.batches import LazyBatch
 from t2r.errors import InputError
 
+_ENDLESS = 2**40  # batches: more than any run takes
+
 
 class Encoded(NamedTuple):
-    """A pair as token ids: the source with its end, the target between ends."""
+    """A sentence pair as token ids: the source with its end token, the target with its start and stop tokens."""
 
     source: Sequence[int]
     target: Sequence[int]
 
 
 class EncodedPairs:
-    """Many of them, in one array of ids: sources and targets in turn, and where each ends. Both may lie on disk."""
+    """Many encoded pairs in one array: `ids` holds source, target, source, target …; `ends` the index after each.
+
+    Both arrays may be memory-mapped.
+    """
 
     def __init__(self, ids: np.ndarray, ends: np.ndarray):
         self._ids, self._ends = ids, ends
         sizes = np.diff(ends, prepend=0).reshape(-1, 2)
-        self.tokens = sizes - [0, 1]  # of source and target; the target's first is only what decoding starts from
-        self.lengths = self.tokens.max(1)  # of the longer side
+        self.tokens = sizes - [0, 1]  # (pairs, 2): of source and target; the target's start token is not predicted
+        self.lengths = self.tokens.max(1)  # tokens of the longer side
 
     @classmethod
     def of(cls, pairs: Sequence[Encoded]) -> "EncodedPairs":
@@ -43,14 +48,14 @@ class EncodedPairs:
 
 
 def choose_bounds(lengths: Sequence[int], count: int) -> list[int]:
-    """At most `count` lengths to pad to, such that all padding together is as little as it can be."""
-    sizes, numbers = np.unique(np.asarray(lengths), return_counts=True)
-    below = np.concatenate([[0], np.cumsum(numbers)])  # pairs shorter than sizes[i]
-    best, choices = sizes * below[1:], []  # tokens of all pairs up to sizes[i], in one bucket
+    """At most `count` lengths to pad to, chosen to minimise the total padding by dynamic programming."""
+    sizes, counts = np.unique(np.asarray(lengths), return_counts=True)
+    below = np.concatenate([[0], np.cumsum(counts)])  # below[i]: pairs shorter than sizes[i]
+    best, choices = sizes * below[1:], []  # best[i]: padded tokens of all pairs up to sizes[i]; at first in one bucket
     for _ in range(min(count, len(sizes)) - 1):
-        # cost[i, j]: buckets as before up to sizes[j - 1], one more from sizes[j] to sizes[i]
-        before = np.concatenate([[0], best[:-1]])
-        cost = before[None, :] + sizes[:, None] * (below[1:, None] - below[None, :-1])
+        # cost[i, j]: the best buckets so far up to sizes[j - 1], and one more for sizes[j] to sizes[i]
+        previous = np.concatenate([[0], best[:-1]])
+        cost = previous[None, :] + sizes[:, None] * (below[1:, None] - below[None, :-1])
         cost = np.where(np.tri(len(sizes), dtype=bool), cost, np.iinfo(np.int64).max)
         choices.append(cost.argmin(1))
         best = cost.min(1)
@@ -64,10 +69,11 @@ def choose_bounds(lengths: Sequence[int], count: int) -> list[int]:
 
 
 class Buckets:
-    """Pairs in batches of about `tokens` padded tokens a side, each of pairs of like length; all pairs each epoch.
+    """Batches of pairs of similar length, with about `tokens` padded tokens per side; every epoch holds every pair.
 
-    Left out are pairs of more than `longest` tokens, those with an empty side, and those of which one side has more
-    than `ratio` times the tokens of the other; each side's end counts as one.
+    `count` is the number of buckets. The number of sequences in a batch is a multiple of `multiple`, the number of
+    devices they are sharded over. Pairs are left out if a side has more than `longest` tokens, if a side is empty, or
+    if one side has more than `ratio` times the tokens of the other (0: any ratio). The end token counts as a token.
     """
 
     def __init__(
@@ -85,51 +91,54 @@ class Buckets:
         fits = (pairs.lengths <= (longest or np.inf)) & (pairs.tokens.min(1) > 1)
         if ratio:
             fits &= pairs.lengths <= ratio * pairs.tokens.min(1)
-        kept = np.flatnonzero(fits)
-        if not len(kept):
-            raise InputError(f"data.length={longest}: of {len(pairs):,} pairs none is that short")
-        self.left_out = len(pairs) - len(kept)
-        self.tokens = pairs.tokens[kept].sum(0)  # of sources and targets
-        self.bounds = choose_bounds(pairs.lengths[kept], count)
-        # Rows divide among `multiple` devices.
+        usable = np.flatnonzero(fits)
+        if not len(usable):
+            raise InputError(
+                f"data.length={longest}: of {len(pairs):,} pairs none is that short, with two sides of similar length: "
+                "raise data.length or check the data"
+            )
+        self.left_out = len(pairs) - len(usable)
+        self.tokens = pairs.tokens[usable].sum(0)  # (2,): of all sources, of all targets
+        self.bounds = choose_bounds(pairs.lengths[usable], count)  # the padded length of each bucket
+        # Sequences per batch, of each bucket.
         self.rows = [max(tokens // bound // multiple, 1) * multiple for bound in self.bounds]
-        of = np.searchsorted(self.bounds, pairs.lengths[kept])
-        self._members = [kept[of == bucket] for bucket in range(len(self.bounds))]
+        bucket_of = np.searchsorted(self.bounds, pairs.lengths[usable])
+        self._members = [usable[bucket_of == bucket] for bucket in range(len(self.bounds))]
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """The number of batches in an epoch."""
         return sum(-(-len(members) // rows) for members, rows in zip(self._members, self.rows))
 
     @property
     def padding(self) -> float:
-        """The share of all places in an epoch's batches, both sides, that hold no token."""
-        places = sum(-(-len(m) // rows) * rows * 2 * b for m, rows, b in zip(self._members, self.rows, self.bounds))
-        return 1 - self.tokens.sum() / places
+        """The fraction of an epoch's padded tokens, both sides together, that is padding."""
+        total = sum(-(-len(m) // rows) * rows * 2 * b for m, rows, b in zip(self._members, self.rows, self.bounds))
+        return 1 - self.tokens.sum() / total
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - lives as long as the run
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - the object lives as long as the run
     def epoch(self, number: int) -> list[tuple[int, np.ndarray]]:
-        """An epoch's batches, (bucket, pairs), in an order that depends on the seed and the number alone."""
-        chance = np.random.default_rng([self._seed, number])
+        """The batches of epoch `number` as (bucket, indices of pairs), in an order set by the seed and the epoch."""
+        rng = np.random.default_rng([self._seed, number])
         batches = []
         for bucket, (members, rows) in enumerate(zip(self._members, self.rows)):
-            order = chance.permutation(members)
+            order = rng.permutation(members)
             batches += [(bucket, order[first : first + rows]) for first in range(0, len(order), rows)]
-        return [batches[i] for i in chance.permutation(len(batches))]
+        return [batches[i] for i in rng.permutation(len(batches))]
 
     def batch(self, index: int) -> LazyBatch:
-        """Batch `index`, counted over all epochs; missing pairs of a last one are rows of padding."""
-        epoch, place = divmod(index, len(self))
-        bucket, chosen = self.epoch(epoch)[place]
+        """Batch `index`, counted over all epochs; a bucket's last batch is filled up with sequences of padding."""
+        epoch, position = divmod(index, len(self))
+        bucket, chosen = self.epoch(epoch)[position]
         rows = np.pad(chosen, (0, self.rows[bucket] - len(chosen)), constant_values=-1)
         return LazyBatch(rows, functools.partial(self._read, self.bounds[bucket]))
 
     def _read(self, width: int, rows: np.ndarray) -> Batch:
-        pairs = [Encoded([], []) if number < 0 else self._pairs[number] for number in rows]
+        pairs = [Encoded([], []) if index < 0 else self._pairs[index] for index in rows]
         sources, targets = zip(*pairs)
-        return Batch(pad_rows(targets, len(rows), width + 1), pad_rows(sources, len(rows), width))
+        return Batch(pad_sequences(targets, len(rows), width + 1), pad_sequences(sources, len(rows), width))
 
     def training_batches(self, parts: int) -> grain.DatasetIterator:
-        """An endless iterator of lists of `parts` batches; its get_state and set_state make it resumable."""
-        endless = grain.MapDataset.range(2**40).map(self.batch)
+        """An endless iterator over lists of `parts` batches; `get_state` and `set_state` make it resumable."""
+        endless = grain.MapDataset.range(_ENDLESS).map(self.batch)
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)
         return iter(endless.to_iter_dataset(options).batch(parts, batch_fn=list))

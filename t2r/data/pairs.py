@@ -1,6 +1,6 @@
-"""Where sentence pairs come from: `pairs:SRC,TGT`, `tsv:PATH`, `builtin:numbers-en-de`, split by source; `tfds:`.
+"""Sentence pairs from data specs: `pairs:SRC,TGT`, `tsv:PATH`, `builtin:numbers-en-de` and `tfds:NAME,SRC,TGT`.
 
-Several are one if ` + ` stands between them.
+` + ` between specs joins their data. Pairs are assigned to splits by their source; TFDS data has its own splits.
 """
 
 import functools
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from t2r.data.sources import SPLITS, read_text, split_spec
 from t2r.errors import InputError
+from t2r.extras import require
 
 Pair = tuple[str, str]
 USAGE = (
@@ -20,7 +21,7 @@ USAGE = (
 
 
 def is_pairs(spec: str) -> bool:
-    """Whether a data spec names sentence pairs, and not text."""
+    """Whether a data spec names sentence pairs; otherwise it names text."""
     if len(split_spec(spec)) > 1:
         return any(is_pairs(part) for part in split_spec(spec))
     kind, _, name = spec.partition(":")
@@ -28,8 +29,10 @@ def is_pairs(spec: str) -> bool:
 
 
 def load_pairs(spec: str, split: str) -> Sequence[Pair]:
-    """The (source, target) pairs of a split; `all` is the three together. Of files, pairs with an empty side are left
-    out; prepared data sets are read pair by pair, as they are."""
+    """The (source, target) pairs of a split; `all` is all three splits.
+
+    Files are loaded at once; pairs with an empty side are left out. TFDS data is read pair by pair, unfiltered.
+    """
     if split not in (*SPLITS, "all"):
         raise InputError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}, all")
     if len(split_spec(spec)) > 1:
@@ -52,67 +55,69 @@ def load_pairs(spec: str, split: str) -> Sequence[Pair]:
     if split != "all":
         chosen = [pair for pair in chosen if split_of(pair[0]) == split]
     if not chosen:
-        raise InputError(f"{spec} has no {split} pairs: of {len(pairs):,} lines none has both sides and falls there")
+        raise InputError(
+            f"{spec} has no {split} pairs: none of its {len(pairs):,} lines has both sides and falls into that split"
+        )
     return chosen
 
 
 def split_of(source: str) -> str:
-    """A pair's split from its source alone: valid and test get 1 of 50 sources each.
+    """A pair's split, from a hash of its source: valid and test get 1 in 50 sources each.
 
-    Sources that differ in case, spaces or punctuation only fall together: the test set holds nothing trained on.
+    Sources that differ only in case, spaces or punctuation get the same split: no test source is also in training.
     """
     letters = "".join(filter(str.isalnum, source.casefold())) or source
     return {0: "valid", 1: "test"}.get(zlib.crc32(letters.encode()) % 50, "train")
 
 
 def read_two_files(source: Path, target: Path) -> list[Pair]:
-    """Two files whose lines translate each other."""
+    """Pairs from two files, one sentence per line, where line i of one is the translation of line i of the other."""
     sides = [[line.strip() for line in _lines(path)] for path in (source, target)]
     if len(sides[0]) != len(sides[1]):
         raise InputError(
-            f"{source} has {len(sides[0]):,} lines and {target} {len(sides[1]):,}: line by line they must translate "
-            "each other"
+            f"{source} has {len(sides[0]):,} lines and {target} {len(sides[1]):,}: line i of one must translate "
+            "line i of the other"
         )
     return list(zip(*sides))
 
 
 def read_table(name: str) -> list[Pair]:
-    """A tab-separated file; columns are counted from 1, the first two unless others are named."""
+    """Pairs from a tab-separated file, PATH[,SOURCE_COLUMN,TARGET_COLUMN]; columns count from 1, by default 1 and 2."""
     path, *columns = name.rsplit(",", 2) if name.count(",") >= 2 else [name]
     if not all(column.isdigit() and int(column) for column in columns):
-        raise InputError(f"tsv:{name}: name two columns, counted from 1, as in tsv:{path},2,1")
+        raise InputError(f"tsv:{name}: give two columns, counted from 1, as in tsv:{path},2,1")
     columns = [int(column) - 1 for column in columns] or [0, 1]
-    pairs, short = [], []
+    pairs, too_short = [], []
     for number, line in enumerate(_lines(Path(path)), 1):
         cells = line.split("\t")
         if len(cells) > max(columns):
             pairs.append((cells[columns[0]].strip(), cells[columns[1]].strip()))
         elif line.strip():
-            short.append(number)
-    if short:
+            too_short.append(number)
+    if too_short:
         raise InputError(
-            f"{path} has lines with fewer than {max(columns) + 1} tab-separated columns: {len(short):,} of them, the "
-            f"first is line {short[0]:,}"
+            f"{path} has lines with fewer than {max(columns) + 1} tab-separated columns: {len(too_short):,} of them, "
+            f"the first is line {too_short[0]:,}"
         )
     return pairs
 
 
 def _lines(path: Path) -> list[str]:
-    # Not splitlines, which cuts at characters that other tools take for spaces: pairs would slip.
+    # Not splitlines: it also splits at characters that other tools treat as spaces, and the two files would misalign.
     return read_text(path).removesuffix("\n").split("\n")
 
 
 @functools.cache
 def number_pairs(count: int = 30_000, digits: int = 6, seed: int = 0) -> list[Pair]:
-    """Numbers spelled out in English and German: 'forty-two' and 'zweiundvierzig', the digits in another order.
+    """`count` numbers spelled out in English and German, such as 'forty-two' and 'zweiundvierzig'.
 
-    All below a thousand, then as many of four digits as of five and of six; no number twice.
+    All numbers below 1000, then random ones without repetition, their lengths uniform from 4 to `digits` digits.
     """
-    from num2words import num2words
+    num2words = require("num2words", "translation").num2words
 
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     numbers = dict.fromkeys(range(1000))
     while len(numbers) < count:
-        size = chance.randint(4, digits)
-        numbers[chance.randrange(10 ** (size - 1), 10**size)] = None
+        size = rng.randint(4, digits)
+        numbers[rng.randrange(10 ** (size - 1), 10**size)] = None
     return [(num2words(number, lang="en"), num2words(number, lang="de")) for number in numbers]

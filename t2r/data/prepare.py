@@ -1,4 +1,4 @@
-"""A data set written once as ArrayRecord files, which training then reads as tfds:NAME, without TensorFlow."""
+"""Writes a TFDS data set as ArrayRecord files, which training reads as tfds:NAME, without TensorFlow."""
 
 import time
 from pathlib import Path
@@ -12,16 +12,16 @@ from t2r.extras import require
 def prepare_dataset(
     name: str, *, files: str | Path | None = None, folder: str | Path | None = None
 ) -> tuple[dict[str, int], dict[str, Any]]:
-    """Downloads a data set, or with `files` reads local copies, and writes it to `folder` (default: `data_dir()`).
+    """Downloads a data set, or reads local copies from the folder `files`, and writes it to `folder`.
 
-    Returns the examples of each split, and where it is.
+    The default folder is `data_dir()`. Returns the number of examples of each split, and a summary with the path.
     """
     tfds = require("tensorflow_datasets", "data")
     from t2r.data.tfds_builders import make_builder
 
     began = time.time()
     if files and not Path(files).is_dir():
-        raise InputError(f"--files={files} is no folder: name the one that holds the files")
+        raise InputError(f"--files={files} is not a folder: give the folder that holds the files")
     builder = make_builder(name, Path(folder) if folder else data_dir())
     options = tfds.download.DownloadConfig(manual_dir=files)
     try:

@@ -1,6 +1,6 @@
-"""Where text comes from: `builtin:pydoc`, `text:PATH` and `tfds:NAME`, each in three splits that do not overlap.
+"""Text from data specs: `builtin:pydoc`, `text:PATH` and `tfds:NAME`, each with three splits that do not overlap.
 
-Several are one if ` + ` stands between them.
+` + ` between specs joins their data.
 """
 
 import ast
@@ -14,12 +14,14 @@ from pathlib import Path
 from t2r.errors import InputError
 
 SPLITS = ("train", "valid", "test")
-# Parts of the standard library that are tests, demonstrations or vendored packages, and other people's packages.
+# Directories of the standard library with tests, demonstrations or vendored and third-party packages.
 _NOT_PROSE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo"}
+
+_LEAST_PROSE = 200_000  # characters; a full CPython has millions, a stripped one nearly none
 
 
 def load_documents(spec: str, split: str) -> list[str]:
-    """The documents of a split; `all` is the three together. A file is one document, unless it says where they end."""
+    """The documents of a split; `all` is all three. A file is one document unless it has `<|endoftext|>` lines."""
     if split not in (*SPLITS, "all"):
         raise InputError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}, all")
     if len(split_spec(spec)) > 1:
@@ -37,7 +39,7 @@ def load_documents(spec: str, split: str) -> list[str]:
 
 
 def split_spec(spec: str) -> list[str]:
-    """The data that a spec adds up: `text:A + text:B`."""
+    """The specs that ` + ` joins: `text:A + text:B` → [`text:A`, `text:B`]."""
     return [part.strip() for part in spec.split(" + ")]
 
 
@@ -48,9 +50,9 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         raise InputError(f"no text file {path}: check the path") from None
     except IsADirectoryError:
-        raise InputError(f"{path} is a folder: name one text file") from None
+        raise InputError(f"{path} is a folder: give one text file") from None
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"cannot read {path}: {error}; if it is a .gz, it may be cut short") from None
+        raise InputError(f"cannot read {path}: {error}; if it is a .gz file, it may be truncated") from None
     if not data.strip():
         raise InputError(f"{path} is empty: it holds {len(data)} bytes and no text")
     try:
@@ -63,7 +65,7 @@ def read_text(path: Path) -> str:
 
 
 def split_text(text: str, split: str) -> str:
-    """The first 90% of a text's lines to train on, the next 5% to validate, the last 5% to test."""
+    """A split of a text: the first 90% of its lines are train, the next 5% valid, the last 5% test."""
     if split == "all":
         return text
     lines = text.splitlines(keepends=True)
@@ -76,7 +78,7 @@ def split_text(text: str, split: str) -> str:
 
 
 def split_documents(text: str) -> list[str]:
-    """A text that has lines `<|endoftext|>`, as many corpora do, is the documents between them, else one document."""
+    """Splits a text at lines `<|endoftext|>`, the separator of many corpora; without such lines it is one document."""
     parts = re.split(r"^<\|endoftext\|>[ \t\r]*$", text, flags=re.MULTILINE)
     if len(parts) == 1:
         return parts
@@ -87,28 +89,28 @@ def split_documents(text: str) -> list[str]:
 
 
 def split_of(name: str) -> str:
-    """A document's split, from its name alone, so that all Python versions agree: 14, 1 and 1 of 16."""
+    """A document's split, from a hash of its name: valid and test get 1 in 16 each, in every Python version."""
     bucket = zlib.crc32(f"pydoc:{name}".encode()) % 16
     return {0: "valid", 1: "test"}.get(bucket, "train")
 
 
 @functools.cache
 def pydoc_documents() -> dict[str, str]:
-    """English prose that every CPython has: its documentation topics, and the standard library's docstrings.
+    """English prose that comes with every CPython: its documentation topics and the standard library's docstrings.
 
-    name → text, a document for each topic and each module, without paragraphs that occur in an earlier split.
+    Maps name to text, one document per topic and per module; paragraphs that occur in an earlier split are removed.
     """
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        topics = {}  # some distributions pack it apart; the docstrings remain
+        topics = {}  # some distributions package the topics separately; the docstrings remain
     documents = {f"topic/{name}": text.strip() for name, text in topics.items()}
     library = Path(sysconfig.get_path("stdlib"))
     for path in library.rglob("*.py"):
         relative = path.relative_to(library)
         if not _NOT_PROSE.intersection(relative.parts):
             documents[f"module/{relative.as_posix()}"] = "\n\n".join(_docstrings(path))
-    if sum(map(len, documents.values())) < 200_000:
+    if sum(map(len, documents.values())) < _LEAST_PROSE:
         raise InputError(
             f"this Python has almost no documentation in {library}: use a full CPython (on Debian, the packages "
             "python3 and libpython3-stdlib), or text:PATH"
@@ -117,26 +119,26 @@ def pydoc_documents() -> dict[str, str]:
 
 
 def _without_repetitions(documents: dict[str, str]) -> dict[str, str]:
-    """Drops from each split the paragraphs, short ones apart, that a split before it has, and then empty documents."""
-    seen, kept = set(), {}
+    """Removes paragraphs of 10 words or more that an earlier split has too, then documents that are empty."""
+    earlier, result = set(), {}
     for split in SPLITS:
         members = {name: text.split("\n\n") for name, text in documents.items() if split_of(name) == split}
         for name, paragraphs in members.items():
-            kept[name] = "\n\n".join(p for p in paragraphs if len(p.split()) < 10 or _key(p) not in seen)
-        seen.update(_key(paragraph) for paragraphs in members.values() for paragraph in paragraphs)
-    return {name: kept[name] for name in sorted(kept) if kept[name].strip()}
+            result[name] = "\n\n".join(p for p in paragraphs if len(p.split()) < 10 or _key(p) not in earlier)
+        earlier.update(_key(paragraph) for paragraphs in members.values() for paragraph in paragraphs)
+    return {name: result[name] for name in sorted(result) if result[name].strip()}
 
 
 def _key(paragraph: str) -> str:
-    return " ".join(paragraph.split())  # the same words may be indented or wrapped otherwise
+    return " ".join(paragraph.split())  # copies may differ in indentation and line breaks
 
 
 def _docstrings(path: Path) -> list[str]:
-    """A file's docstrings in order, read without importing it; nothing from files this Python cannot parse."""
+    """A Python file's docstrings, read without importing it; an empty list if this Python cannot parse the file."""
     try:
         tree = ast.parse(path.read_text("utf-8"))
     except (SyntaxError, UnicodeDecodeError, ValueError):
         return []
-    places = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, places))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented))
     return [text for text in texts if text and "\0" not in text]

@@ -1,4 +1,4 @@
-"""Data sets that `launch/prepare_data` has written, read record by record, without TensorFlow."""
+"""Reads data sets that `launch/prepare_data` wrote, record by record, without TensorFlow."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -6,43 +6,46 @@ from pathlib import Path
 from typing import Any
 
 from t2r.errors import InputError
+from t2r.extras import require
 
 NAMES = {"train": "train", "valid": "validation", "test": "test", "all": "train+validation+test"}
 
 
 def data_dir() -> Path:
-    """Where data sets lie: TFDS_DATA_DIR, or data/tfds."""
+    """The folder of prepared data sets: $TFDS_DATA_DIR, or data/tfds."""
     return Path(os.environ.get("TFDS_DATA_DIR", "data/tfds"))
 
 
 class Records(Sequence):
-    """The examples of a split, each read when it is asked for, and made into what is wanted."""
+    """The examples of a split; each is read when it is indexed, decoded to strings, and passed through `convert`."""
 
-    def __init__(self, source: Sequence[dict[str, Any]], make: Callable[[dict[str, str]], Any]):
-        self._source, self._make = source, make
+    def __init__(self, source: Sequence[dict[str, Any]], convert: Callable[[dict[str, str]], Any]):
+        self._source, self._convert = source, convert
 
     def __len__(self) -> int:
         return len(self._source)
 
     def __getitem__(self, index: int) -> Any:
         example = self._source[index]
-        return self._make({name: value.decode() for name, value in example.items() if isinstance(value, bytes)})
+        return self._convert({name: value.decode() for name, value in example.items() if isinstance(value, bytes)})
 
     def __iter__(self) -> Iterator[Any]:
         return (self[index] for index in range(len(self)))
 
 
-def open_split(name: str, split: str, fields: Sequence[str], make: Callable[[dict[str, str]], Any]) -> Records:
-    """A split of a prepared data set that has these fields."""
-    import tensorflow_datasets as tfds  # a second to import, for those who need it
+def open_split(name: str, split: str, fields: Sequence[str], convert: Callable[[dict[str, str]], Any]) -> Records:
+    """The examples of a prepared data set's split; an error if the data set lacks one of `fields`."""
+    tfds = require("tensorflow_datasets", "data")  # slow to import, so only where it is used
 
     folder = data_dir()
     try:
         builder = tfds.builder_from_directory(_newest_version(folder, name))
         missing = [field for field in fields if field not in builder.info.features]
         if missing:
-            raise InputError(f"tfds:{name} has no {', '.join(missing)}: it has {', '.join(builder.info.features)}")
-        return Records(builder.as_data_source(split=NAMES[split]), make)
+            raise InputError(
+                f"tfds:{name} has no fields {', '.join(missing)}: choose from {', '.join(builder.info.features)}"
+            )
+        return Records(builder.as_data_source(split=NAMES[split]), convert)
     except (NotImplementedError, ValueError) as error:
         if isinstance(error, InputError):
             raise
@@ -55,6 +58,6 @@ def _newest_version(folder: Path, name: str) -> Path:
     if not versions:
         raise InputError(
             f"no prepared data set in {folder / name}: run launch/prepare_data --name={name}, or set TFDS_DATA_DIR to "
-            "where it is"
+            "the folder that has it"
         )
     return versions[-1]

@@ -8,33 +8,37 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import sentencepiece
 
 from t2r.data.byte_pairs import BytePairs
 from t2r.errors import InputError
+from t2r.extras import require
+
+_CACHED_WORDS = 2**16  # words whose subwords are remembered: most of a text
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
-    """What the rest of the house needs to know of a tokenizer."""
+    """What all tokenizers have in common."""
 
     kind: str
     vocab_size: int
-    end: int  # the id that stands between texts, and so before the first; it ends sources and targets of translation
-    stop: int  # the id that ends generation; -1: none does
-    start: int  # the id that the target of a translation begins with
-    begins: bool  # whether the model has seen no text without `end` before it
-    separator: str  # what stands between a prompt and what follows it
+    end: int  # separates documents, so it precedes the first token of each; it also ends source sentences
+    stop: int  # ends generation; -1: no token does
+    start: int  # the first token of the decoder's input in translation
+    begins: bool  # whether `end` must precede every prompt, because the model was always trained with it
+    separator: str  # the string between a prompt and its continuation
 
     def encode(self, text: str) -> list[int]: ...
-    def encode_document(self, text: str) -> list[int]: ...  # with its end
+    def encode_document(self, text: str) -> list[int]: ...  # with its end token
     def decode(self, ids: list[int]) -> str: ...
     def save(self, folder: Path) -> None: ...
 
 
 class SentencePiece:
-    """Subwords. Unseen characters are spelled in bytes. Of documents, spaces and line ends are kept as they are."""
+    """Sentencepiece subwords with byte fallback for unknown characters. In documents, all white space is preserved."""
 
     kind, separator, begins = "sentencepiece", "", False
     file = "tokenizer.model"
@@ -47,12 +51,13 @@ class SentencePiece:
 
     @classmethod
     def train(cls, text: str, vocab_size: int, *, sentences: bool = False) -> "SentencePiece":
-        """Learns subwords from a text. Ids fall with frequency, as adaptive embeddings need.
+        """Trains byte-pair subwords. Ids are in order of falling frequency, which adaptive embeddings need.
 
-        For `sentences`, one a line, the first word is written as any other and spaces that say nothing are dropped.
+        With `sentences`, one per line, sentencepiece's defaults hold: a space is put before the first word, extra
+        white space is dropped.
         """
         model = io.BytesIO()
-        documents = dict(
+        preserve_white_space = dict(
             user_defined_symbols=["\n"],
             remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
@@ -70,11 +75,11 @@ class SentencePiece:
                 input_sentence_size=10_000_000,
                 num_threads=os.cpu_count() or 1,
                 minloglevel=2,
-                **({} if sentences else documents),
+                **({} if sentences else preserve_white_space),
             )
         except RuntimeError as error:
             raise InputError(
-                f"sentencepiece could not learn {vocab_size} subwords from {len(text):,} characters: set another "
+                f"sentencepiece could not train {vocab_size} subwords on {len(text):,} characters: change "
                 f"data.vocab_size ({' '.join(str(error).split())})"
             ) from None
         return cls(model.getvalue())
@@ -101,12 +106,12 @@ class SentencePiece:
 
 
 class Words:
-    """Words between spaces, with `<unk>` for all others and `<eos>` at each line end, as WikiText is scored."""
+    """Words separated by spaces, `<unk>` for unknown ones and `<eos>` at each line end, as WikiText is scored."""
 
     kind, separator, begins = "word", " ", False
     file = "vocabulary.txt"
     line_end = "<eos>"
-    stop = -1  # lines end, texts go on
+    stop = -1  # `<eos>` ends only a line
 
     def __init__(self, words: list[str]):
         self._words = words
@@ -117,15 +122,15 @@ class Words:
 
     @classmethod
     def train(cls, text: str, vocab_size: int, *, sentences: bool = False) -> "Words":
-        """The most frequent words, by falling frequency; vocab_size 0 keeps all. Sentences make no difference."""
+        """The `vocab_size` most frequent words (0: all), in order of falling frequency; `sentences` has no effect."""
         counts = Counter(text.split())
         counts["<eos>"] += text.count("\n")
         counts["<unk>"] += 1
         ordered = sorted(counts, key=lambda word: (-counts[word], word))
         special = ["<eos>", "<unk>"]
-        kept = ordered[: vocab_size or len(ordered)]
-        missing = [word for word in special if word not in kept]
-        return cls(kept[: len(kept) - len(missing)] + missing)
+        words = ordered[: vocab_size or len(ordered)]
+        missing = [word for word in special if word not in words]
+        return cls(words[: len(words) - len(missing)] + missing)
 
     @classmethod
     def load(cls, folder: Path) -> "Words":
@@ -135,13 +140,13 @@ class Words:
         ids = []
         for line in text.split("\n"):
             ids += [self._ids.get(word, self._unknown) for word in line.split()] + [self.end]
-        return ids[:-1]  # what follows the last line end is an unfinished line
+        return ids[:-1]  # the last line is unfinished: no `<eos>` yet
 
     def encode_document(self, text: str) -> list[int]:
         return self.encode(text if text.endswith("\n") else text + "\n")
 
     def unknown(self, ids) -> int:
-        """How many of these ids stand for words the vocabulary lacks."""
+        """The number of ids that are `<unk>`."""
         return sum(int(i) == self._unknown for i in ids)
 
     def decode(self, ids: list[int]) -> str:
@@ -152,14 +157,17 @@ class Words:
 
 
 class FairseqWords(Words):
-    """The dictionary of an imported language model: words likewise, and other names for the ends of lines."""
+    """The dictionary of an imported fairseq language model: words, with `</s>` at each line end."""
 
     kind, file, line_end = "fairseq_word", "dictionary.txt", "</s>"
 
 
 class FairseqSubwords:
-    """A dictionary of subwords, of which all that go on end in `@@`. Words are made by Moses' rules for a language and
-    cut by byte-pair codes; without codes a text must come cut, with spaces between its subwords."""
+    """The dictionary of an imported fairseq model with subwords; those that do not end a word end in `@@`.
+
+    Text is tokenised into words by Moses' rules for `language`, then into subwords by the byte-pair `codes`. Without
+    codes, the text must already be subwords separated by spaces.
+    """
 
     kind, separator, begins = "fairseq_subword", " ", True
     file = "subwords.json"
@@ -170,7 +178,7 @@ class FairseqSubwords:
         self.vocab_size = len(words)
         self.end = self.stop = self.start = self._ids["</s>"]
         self._hidden, self._unknown = {self._ids["<s>"], self._ids["<pad>"]}, self._ids["<unk>"]
-        self._cut = functools.lru_cache(2**16)(BytePairs(codes)) if codes else lambda word: [word]
+        self._split = functools.lru_cache(_CACHED_WORDS)(BytePairs(codes)) if codes else lambda word: [word]
 
     @classmethod
     def load(cls, folder: Path) -> "FairseqSubwords":
@@ -178,16 +186,15 @@ class FairseqSubwords:
 
     @functools.cached_property
     def _moses(self):
-        from sacremoses import MosesDetokenizer, MosesTokenizer
-
-        return MosesTokenizer(self._language), MosesDetokenizer(self._language)
+        moses = require("sacremoses", "translation")
+        return moses.MosesTokenizer(self._language), moses.MosesDetokenizer(self._language)
 
     def encode(self, text: str) -> list[int]:
         ids = []
         for line in text.split("\n"):
-            # With dashes apart and characters escaped, as in the data these models were trained on.
+            # Dashes are split off and special characters escaped, as in these models' training data.
             words = self._moses[0].tokenize(line, aggressive_dash_splits=True) if self._language else line.split()
-            ids += [self._ids.get(piece, self._unknown) for word in words for piece in self._cut(word)] + [self.end]
+            ids += [self._ids.get(piece, self._unknown) for word in words for piece in self._split(word)] + [self.end]
         return ids[:-1]
 
     def encode_document(self, text: str) -> list[int]:
@@ -204,10 +211,10 @@ class FairseqSubwords:
 
 
 class Hub:
-    """The tokenizer of an imported model, a `tokenizer.json`, with the ids that begin and end its texts.
+    """The `tokenizer.json` of an imported Hugging Face model, with its special tokens.
 
-    A translation begins with `start`, and with `second` if there is one. Where a `language` is given, its id takes the
-    place of the source language that `tokenizer.json` names.
+    `begin` precedes every document (None: nothing does); `stop` and `other_stops` end generation. A translation starts
+    with `start`, then `second` if there is one. `language` replaces the source language token of `tokenizer.json`.
     """
 
     kind, separator = "hub", ""
@@ -223,10 +230,8 @@ class Hub:
         second: int | None = None,
         language: int | None = None,
     ):
-        from tokenizers import Tokenizer as Tokens
-
         self._content, self._begin = content, begin
-        self._tokens = Tokens.from_str(content)
+        self._tokens = require("tokenizers", "hub").Tokenizer.from_str(content)
         self.vocab_size = self._tokens.get_vocab_size()
         self.stop, self.begins, self.other_stops = stop, begin is not None, tuple(other_stops)
         self.end = stop if begin is None else begin
@@ -244,7 +249,7 @@ class Hub:
         return [*self.encode(text), *([] if self.stop in (-1, self.end) else [self.stop]), self.end]
 
     def encode_source(self, text: str) -> list[int]:
-        """A whole sentence as the model saw it in training, with whatever stands around it."""
+        """A source sentence with the special tokens around it that the model was trained with."""
         return [self._language if i in self._replaced else i for i in self._tokens.encode(text).ids]
 
     def decode(self, ids: list[int]) -> str:
@@ -258,13 +263,13 @@ class Hub:
 
 
 def languages(tokens) -> dict[str, int]:
-    """The languages that a `tokenizer.json` has a token for, such as `en_XX`."""
+    """The language tokens of a `tokenizer.json`, such as `en_XX`, and their ids."""
     special = [token.content for token in tokens.get_added_tokens_decoder().values() if token.special]
     return {name: tokens.token_to_id(name) for name in special if re.fullmatch("[a-z]{2,3}_[A-Z]{2}", name)}
 
 
 class Pieces:
-    """Marian's: sentencepiece cuts, and a vocabulary of its own numbers the pieces."""
+    """Marian's tokenizer: sentencepiece splits the text, a separate vocabulary maps the pieces to ids."""
 
     kind, separator, begins = "pieces", "", False
     file, vocabulary_file = "pieces.model", "pieces.json"
@@ -272,7 +277,7 @@ class Pieces:
     def __init__(self, model: bytes, vocabulary: dict[str, int]):
         self._model, self._vocabulary = model, vocabulary
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        self._pieces = {number: piece for piece, number in vocabulary.items()}
+        self._pieces = {i: piece for piece, i in vocabulary.items()}
         self.vocab_size = max(vocabulary.values()) + 1
         self.end = self.stop = vocabulary["</s>"]
         self.start, self._unknown = vocabulary["<pad>"], vocabulary["<unk>"]
@@ -303,32 +308,31 @@ KINDS = (*LEARNED.values(), FairseqWords, FairseqSubwords, Hub, Pieces)
 
 
 def train_tokenizer(kind: str, text: str, vocab_size: int, *, sentences: bool = False) -> Tokenizer:
-    """A tokenizer of the named kind, learned from a text."""
+    """A tokenizer of this kind, trained on a text."""
     if kind not in LEARNED:
         raise InputError(f"unknown tokenizer {kind!r}: choose one of {', '.join(LEARNED)}")
     return LEARNED[kind].train(text, vocab_size, sentences=sentences)
 
 
 def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """All ids that end a text that is being written. Where texts begin with a token, a second one ends them, too."""
+    """Tokens that end generation. If documents begin with `end`, another `end` starts a new one, so it is a stop."""
     begins = (tokenizer.end,) if tokenizer.begins else ()
     return tuple(dict.fromkeys((tokenizer.stop, *getattr(tokenizer, "other_stops", ()), *begins)))
 
 
 def decoder_start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What stands before every translation; in some models a second token, such as the name of its language."""
+    """The tokens that every translation starts with: one, or two in models that need a language token."""
     second = getattr(tokenizer, "second", None)
     return (tokenizer.start,) if second is None else (tokenizer.start, second)
 
 
 def prompt_ids(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """A prompt as a model reads it. Texts begin after the end of another: that is what an empty prompt means, and some
-    models always see it."""
+    """The prompt as model input: `end` is put first if the prompt is empty or the model needs it."""
     return [tokenizer.end, *ids] if tokenizer.begins or not ids else ids
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that lies in a folder, whichever kind it is."""
+    """The tokenizer in a folder; its file name tells its kind."""
     for kind in KINDS:
         if (folder / kind.file).exists():
             return kind.load(folder)
@@ -336,7 +340,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 class TokenizerPair(NamedTuple):
-    """The tokenizers of a translation model; a joint one is both."""
+    """The tokenizers of a translation model; they are one object if the vocabulary is joint."""
 
     source: Tokenizer
     target: Tokenizer
@@ -346,17 +350,17 @@ class TokenizerPair(NamedTuple):
         return self.source is self.target
 
     def encode_source(self, text: str) -> list[int]:
-        """A source sentence with its end."""
+        """A source sentence with its end token."""
         if hasattr(self.source, "encode_source"):
             return self.source.encode_source(text)
         return [*self.source.encode(text), self.source.end]
 
     def encode_target(self, text: str) -> list[int]:
-        """A target sentence between what decoding starts from and its end."""
+        """A target sentence with its start and stop tokens."""
         return [*decoder_start_ids(self.target), *self.target.encode(text), self.target.stop]
 
     def save(self, folder: Path) -> None:
-        """A joint tokenizer lies in the folder itself, two in `source` and `target`."""
+        """Saves a joint tokenizer into the folder, two into its subfolders `source` and `target`."""
         if self.joint:
             return self.target.save(folder)
         for name, tokenizer in (("source", self.source), ("target", self.target)):
@@ -365,7 +369,7 @@ class TokenizerPair(NamedTuple):
 
 
 def load_pair(folder: Path) -> TokenizerPair:
-    """The tokenizers of a translation model's folder."""
+    """The tokenizers in a translation model's folder."""
     if (folder / "source").is_dir():
         return TokenizerPair(load_tokenizer(folder / "source"), load_tokenizer(folder / "target"))
     joint = load_tokenizer(folder)

@@ -1,1 +1,1 @@
-"""Generation: prefill in chunks, then a scan, from a state that is a plain value."""
+"""Generation and translation: prefill in chunks, then a scan over decoding steps; the state is a pytree."""

@@ -1,4 +1,4 @@
-"""Choosing the next token."""
+"""Sampling of the next token."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from t2r.errors import raise_all
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose: the likeliest token at temperature 0, else at random among the top_k and the top_p."""
+    """Sampling options: greedy at temperature 0, else random among the `top_k` likeliest and the `top_p` nucleus."""
 
     temperature: float = 0.0
     top_k: int = 0  # 0: all
@@ -29,21 +29,23 @@ class Sampling:
 
 
 def choose(scores: Float[Array, "b vocab"], sampling: Sampling, key: PRNGKeyArray) -> Int[Array, "b"]:
-    """A token for each row, whose softmax is what it is drawn from."""
+    """One token per sequence: the argmax, or a sample from the softmax of the truncated scores."""
     if sampling.temperature == 0:
         return jnp.argmax(scores, -1).astype(jnp.int32)
     logits = scores / sampling.temperature
     if sampling.top_k:
-        least = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
+        threshold = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0][:, -1:]
+        logits = jnp.where(logits < threshold, -jnp.inf, logits)
     if sampling.top_p < 1:
         logits = keep_top_p(logits, sampling.top_p)
     return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
 def keep_top_p(logits: Float[Array, "b vocab"], top_p: float) -> Float[Array, "b vocab"]:
-    """Leaves the smallest set of likeliest tokens whose probability reaches top_p, always at least one."""
+    """Sets logits to -∞ except for the smallest set of likeliest tokens whose total probability reaches `top_p`."""
     ordered = jnp.sort(logits, -1)[:, ::-1]
-    before = jnp.cumsum(jax.nn.softmax(ordered, -1), -1) - jax.nn.softmax(ordered, -1)
-    least = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), -1, keepdims=True)
-    return jnp.where(logits < least, -jnp.inf, logits)
+    likelier = jnp.cumsum(jax.nn.softmax(ordered, -1), -1) - jax.nn.softmax(
+        ordered, -1
+    )  # probability of all likelier tokens
+    threshold = jnp.min(jnp.where(likelier < top_p, ordered, jnp.inf), -1, keepdims=True)
+    return jnp.where(logits < threshold, -jnp.inf, logits)

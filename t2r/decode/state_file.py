@@ -1,4 +1,4 @@
-"""A generation on disk: what has been read and written so far, to be continued another day."""
+"""Saves a generation to a file, and loads it to continue later."""
 
 import os
 from pathlib import Path
@@ -15,41 +15,41 @@ from t2r.model.transformer import LanguageModel
 
 
 def save_generation(path: Path, generation: Generation) -> None:
-    """Writes the file whole or not at all."""
+    """Writes the file atomically."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     save_file({name: jnp.asarray(leaf) for name, leaf in named_leaves(generation)}, unfinished)
     os.replace(unfinished, path)
 
 
 def load_generation(path: Path, model: LanguageModel) -> Generation:
-    """Reads a generation that this model, or one of the same config, has saved."""
+    """Loads a generation that was saved with a model of the same config."""
     try:
         arrays = load_file(path)
     except FileNotFoundError:
-        raise InputError(f"no state file {path}") from None
+        raise InputError(f"no state file {path}: check the path") from None
     except (SafetensorError, OSError) as error:
-        raise InputError(f"cannot read {path}: {error}; it is damaged or no state file") from None
+        raise InputError(f"cannot read {path}: {error}; it is damaged or not a state file") from None
     if "last" not in arrays:
         raise InputError(f"{path} is not a saved state: it has no array 'last'")
     batch = len(arrays["last"])
     capacity = max([array.shape[1] for name, array in arrays.items() if name.endswith(".valid")], default=1)
     key = jax.random.key_data(jax.random.key(0))
-    like = jax.eval_shape(
+    expected = jax.eval_shape(
         lambda: Generation(model.init_state(batch, capacity), jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool), key)
     )
     problems, leaves = [], []
-    for name, leaf in named_leaves(like):
-        found = arrays.get(name)
-        if found is None or found.shape != leaf.shape or found.dtype != leaf.dtype:
-            what = "nothing" if found is None else f"{found.dtype}{found.shape}"
-            problems.append(f"{name}: {what} instead of {leaf.dtype}{leaf.shape}")
-        leaves.append(found)
+    for name, leaf in named_leaves(expected):
+        array = arrays.get(name)
+        if array is None or array.shape != leaf.shape or array.dtype != leaf.dtype:
+            actual = "nothing" if array is None else f"{array.dtype}{array.shape}"
+            problems.append(f"{name}: {actual} instead of {leaf.dtype}{leaf.shape}")
+        leaves.append(array)
     raise_all(f"{path} was saved by another kind of model:", problems)
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    return jax.tree.unflatten(jax.tree.structure(expected), leaves)
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a generation or a state with their names, such as `layers.0.S`."""
+    """(name, leaf) of each leaf of a pytree; names are paths such as `layers.0.S`."""
     return [
         (jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in jax.tree.leaves_with_path(tree)
     ]

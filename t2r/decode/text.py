@@ -1,4 +1,4 @@
-"""Prompts in, text out: what `t2r generate` does, for one prompt or a batch of them."""
+"""Text generation from prompts, one or a batch: what `t2r generate` does."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,17 +12,17 @@ from t2r.decode.state_file import load_generation, save_generation
 from t2r.errors import InputError
 from t2r.store.model_dir import LoadedModel
 
-# Tokens that are generated between two looks at them: few while somebody reads along, more otherwise.
+# Tokens per compiled loop: few when the text is streamed to a reader, more otherwise.
 STREAMED_SEGMENT, SEGMENT = 8, 64
 
 
 class GeneratedText(NamedTuple):
-    """What follows each prompt, and what it took."""
+    """The continuation of each prompt, with token counts and time."""
 
     texts: list[str]
     tokens: int  # of all texts together
     seconds: float
-    generation: Generation  # to go on from
+    generation: Generation  # to continue from
 
 
 def generate_text(
@@ -36,16 +36,18 @@ def generate_text(
     save_state: str | Path | None = None,
     on_text: Callable[[str], None] | None = None,
 ) -> GeneratedText:
-    """Up to `length` tokens after each prompt, greedily unless `sampling` says otherwise; without prompts, one text
-    from nothing. `load_state` goes on from a saved state, `save_state` saves it; `on_text` is called with each new
-    piece of a single text as it is generated."""
+    """Generates up to `length` tokens after each prompt, greedily by default; without prompts, one text from scratch.
+
+    `load_state` continues from a state file, `save_state` writes one. For a single prompt, `on_text` is called with
+    each new piece of text as it is generated.
+    """
     model, tokenizer, _ = loaded
     generation = _begin(loaded, prompts, length, seed, load_state)
     stops = stop_ids(tokenizer)
     single = len(generation.done) == 1
     stream = TextStream(tokenizer, stops, on_text) if single and on_text else None
     began = time.perf_counter()
-    generation, rows = generate_tokens(
+    generation, sequences = generate_tokens(
         model,
         generation,
         length,
@@ -59,7 +61,7 @@ def generate_text(
         stream.close()
     if save_state:
         save_generation(Path(save_state), generation)
-    return GeneratedText([tokenizer.decode(row) for row in rows], sum(map(len, rows)), seconds, generation)
+    return GeneratedText([tokenizer.decode(ids) for ids in sequences], sum(map(len, sequences)), seconds, generation)
 
 
 def _begin(
@@ -72,12 +74,14 @@ def _begin(
     generation = load_generation(Path(load_state), model)
     batch = len(generation.done)
     if len(encoded) not in (0, batch):
-        raise InputError(f"{load_state} holds {batch} texts, there are {len(encoded)} prompts: give {batch} or none")
+        raise InputError(
+            f"{load_state} has {batch} sequences and there are {len(encoded)} prompts: give {batch} or none"
+        )
     return append_prompts(model, generation, encoded) if encoded else generation
 
 
 class TextStream:
-    """Passes a text on as its tokens come; holds back a character that is not yet complete."""
+    """Calls `on_text` with new text as tokens arrive; holds back a character whose bytes are not complete yet."""
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[int, ...], on_text: Callable[[str], None]):
         self._tokenizer, self._stops, self._on_text = tokenizer, stops, on_text

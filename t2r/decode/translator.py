@@ -1,4 +1,4 @@
-"""Lines in, translations out, in the order of the lines, though the batches are of lines of like length."""
+"""Translates lines of text, in batches of lines of similar length; results are in the order of the lines."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from t2r.batch import PADDING, pad_rows
+from t2r.batch import PADDING, pad_sequences
 from t2r.console import Progress
 from t2r.data.sources import read_text
 from t2r.data.tokenizer import decoder_start_ids
@@ -21,25 +21,28 @@ from t2r.decode.sampling import Sampling
 from t2r.errors import InputError
 from t2r.store.model_dir import LoadedModel
 
-# Batches translated before their lines are written: enough to sort by length, soon enough to be followed.
+# Lines are sorted by length within this many batches, and written after them: a compromise between little padding and
+# early output.
 BATCHES_AT_ONCE = 64
+_LISTED_LINES = 10  # in one error message
+_LEAST_WIDTH = 16  # tokens
 
 
 class Translation(NamedTuple):
-    """A translation and its score, which sampling does not have."""
+    """A translation and its score; a sampled one has none."""
 
     text: str
     score: float | None = None
 
 
 class TranslateOptions(NamedTuple):
-    """How to translate."""
+    """The options of translation."""
 
     beam: Beam = Beam()
-    sampling: Sampling | None = None  # instead of a search
+    sampling: Sampling | None = None  # instead of beam search
     seed: int = 0
-    batch: int = 32  # sentences at a time
-    max_source: int = 1024  # tokens; longer lines are errors, or cut
+    batch: int = 32  # sentences per batch
+    max_source: int = 1024  # tokens; a longer line is an error, or with `truncate` it is cut
     truncate: bool = False
 
 
@@ -52,63 +55,63 @@ def translate_lines(
     warn: Callable[[str], None] = print,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> list[list[Translation]]:
-    """For each line its translations, best first: as many as beams, or one that is sampled; for an empty line one that
-    is empty. `first_line` is the number of the first, for messages."""
+    """The translations of each line, best first: `beam.size` of them, or one that is sampled; an empty line gives one
+    empty translation. `first_line` is the number of the first line, for messages."""
     model, tokenizer, _ = content
     if not model.config.encoder_layers:
-        raise InputError("this model is a language model: translating takes a translation model")
+        raise InputError("this model is a language model: give a translation model")
     encoded = [tokenizer.encode_source(line) if line.strip() else [] for line in lines]
     encoded = fit(encoded, options, tokenizer.source.end, first_line, warn)
     order = sorted((i for i, ids in enumerate(encoded) if ids), key=lambda i: -len(encoded[i]))
-    found = [[Translation("", 0.0 if options.sampling is None else None)] for _ in lines]
+    results = [[Translation("", 0.0 if options.sampling is None else None)] for _ in lines]
     on_batch(len(lines) - len(order))
     for first in range(0, len(order), options.batch):
         chosen = order[first : first + options.batch]
-        rows = pad([encoded[i] for i in chosen], options.batch)
-        for i, hypotheses in zip(chosen, _translate(model, tokenizer.target, rows, options, first)):
-            found[i] = hypotheses
+        sources = pad([encoded[i] for i in chosen], options.batch)
+        for i, translations in zip(chosen, _translate(model, tokenizer.target, sources, options, first)):
+            results[i] = translations
         on_batch(len(chosen))
-    return found
+    return results
 
 
 def fit(
     encoded: list[list[int]], options: TranslateOptions, end: int, first_line: int, warn: Callable[[str], None]
 ) -> list[list[int]]:
-    """Refuses lines that are too long, all in one error, or cuts them with a warning, whichever was asked for."""
-    longer = [i for i, ids in enumerate(encoded) if len(ids) > options.max_source]
-    if not longer:
+    """Cuts lines of more than `max_source` tokens with a warning; without `truncate`, they are one error."""
+    too_long = [i for i, ids in enumerate(encoded) if len(ids) > options.max_source]
+    if not too_long:
         return encoded
-    names = ", ".join(f"line {first_line + i:,} ({len(encoded[i]):,})" for i in longer[:10])
-    names += f" and {len(longer) - 10:,} more" if len(longer) > 10 else ""
-    what = f"more than max_source={options.max_source} tokens: {names}"
+    names = ", ".join(f"line {first_line + i:,} ({len(encoded[i]):,})" for i in too_long[:_LISTED_LINES])
+    names += f" and {len(too_long) - _LISTED_LINES:,} more" if len(too_long) > _LISTED_LINES else ""
+    problem = f"more than max_source={options.max_source} tokens: {names}"
     if not options.truncate:
-        raise InputError(f"{what}. Split them, allow more, or ask to truncate")
-    warn(f"warning: cut, {what}")
-    cut = set(longer)
+        raise InputError(f"{problem}. Split these lines, raise max_source, or set truncate")
+    warn(f"warning: lines were cut, {problem}")
+    cut = set(too_long)
     return [[*ids[: options.max_source - 1], end] if i in cut else ids for i, ids in enumerate(encoded)]
 
 
-def pad(rows: list[list[int]], count: int) -> np.ndarray:
-    """`count` rows as wide as a power of two, at least 16, so that few programs are compiled."""
-    width = max(16, 1 << (max(map(len, rows)) - 1).bit_length())
-    return pad_rows(rows, count, width)
+def pad(sequences: list[list[int]], count: int) -> np.ndarray:
+    """`count` sequences padded to a power of two of at least 16 tokens, so that few programs are compiled."""
+    width = max(_LEAST_WIDTH, 1 << (max(map(len, sequences)) - 1).bit_length())
+    return pad_sequences(sequences, count, width)
 
 
-def _translate(model, tokenizer, rows: np.ndarray, options: TranslateOptions, first: int) -> list[list[Translation]]:
+def _translate(model, tokenizer, sources: np.ndarray, options: TranslateOptions, first: int) -> list[list[Translation]]:
     if options.sampling is None:
-        found = beam_search.translate(
-            model, rows, start=decoder_start_ids(tokenizer), end=tokenizer.stop, beam=options.beam
+        results = beam_search.translate(
+            model, sources, start=decoder_start_ids(tokenizer), end=tokenizer.stop, beam=options.beam
         )
-        return [[Translation(_line(tokenizer, h.tokens), h.score) for h in hypotheses] for hypotheses in found]
-    limits = [default_limit(int(length)) for length in (rows != PADDING).sum(1)]
-    seed = options.seed + first  # each batch draws its own
-    generation = prefill_translation(model, rows, max(limits), start=decoder_start_ids(tokenizer), seed=seed)
-    _, found = generate_tokens(model, generation, max(limits), end=tokenizer.stop, sampling=options.sampling)
-    return [[Translation(_line(tokenizer, ids[:limit]))] for ids, limit in zip(found, limits)]
+        return [[Translation(_line(tokenizer, h.tokens), h.score) for h in hypotheses] for hypotheses in results]
+    limits = [default_limit(int(length)) for length in (sources != PADDING).sum(1)]
+    seed = options.seed + first  # different in each batch
+    generation = prefill_translation(model, sources, max(limits), start=decoder_start_ids(tokenizer), seed=seed)
+    _, results = generate_tokens(model, generation, max(limits), end=tokenizer.stop, sampling=options.sampling)
+    return [[Translation(_line(tokenizer, ids[:limit]))] for ids, limit in zip(results, limits)]
 
 
 def _line(tokenizer, ids: list[int]) -> str:
-    """Text in one line, whatever bytes a model may spell."""
+    """The decoded text as one line, even if the model generates line breaks."""
     return " ".join(tokenizer.decode(ids).split())
 
 
@@ -121,17 +124,19 @@ def translate_file(
     n_best: int = 1,
     scores: bool = False,
 ) -> dict[str, Any]:
-    """Translates a file (None: standard input) line by line into another, written whole or not at all (None: standard
-    output, at once). With `n_best` or `scores` a line is its source's number, the score and the text, between tabs."""
+    """Translates a file line by line (None: standard input). `output` is written atomically (None: standard output).
+
+    With `n_best` > 1 or `scores`, an output line has the source's line number, the score and the text, tab-separated.
+    """
     if n_best > options.beam.size:
         raise InputError(f"--n_best={n_best} is more than --beam={options.beam.size}: raise the beam")
     if options.sampling and (n_best > 1 or scores):
-        raise InputError("--n_best and --scores belong to a search: leave out --temperature")
+        raise InputError("--n_best and --scores need beam search: leave out --temperature")
     lines, began = read_lines(source), time.perf_counter()
-    at_once = options.batch * BATCHES_AT_ONCE
+    lines_at_once = options.batch * BATCHES_AT_ONCE
     with writer(output) as write, Progress("translate", len(lines)) as progress:
-        for first in range(0, len(lines), at_once):
-            part = lines[first : first + at_once]
+        for first in range(0, len(lines), lines_at_once):
+            part = lines[first : first + lines_at_once]
             hooks = dict(warn=progress.say, on_batch=progress.advance)
             translated = translate_lines(loaded, part, options, first_line=first + 1, **hooks)
             for number, translations in enumerate(translated, first + 1):
@@ -148,7 +153,7 @@ def translate_file(
 
 
 def read_lines(path: str | Path | None) -> list[str]:
-    """The lines of a file or of standard input. Only line feeds end them: one line in must stay one line out."""
+    """The lines of a file or of standard input, split only at line feeds, so that input and output lines correspond."""
     if path:
         text = read_text(Path(path))
     else:
@@ -163,7 +168,7 @@ def read_lines(path: str | Path | None) -> list[str]:
 
 @contextlib.contextmanager
 def writer(path: str | Path | None) -> Iterator[Callable[[str], Any]]:
-    """A function that writes text to a file, which appears when all is written, or to standard output at once."""
+    """Yields a function that writes text: to a file, which is renamed into place at the end, or to standard output."""
     if not path:
         yield lambda text: print(text, end="", flush=True)
         return

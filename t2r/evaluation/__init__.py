@@ -1,1 +1,1 @@
-"""How good a model is."""
+"""Evaluation: perplexity, BLEU, and logits for comparison with other libraries."""

@@ -1,25 +1,25 @@
-"""How good translations are: sacrebleu's BLEU and chrF, the paper's tokenised BLEU, and exact matches."""
+"""Translation quality: sacrebleu's BLEU and chrF, the paper's tokenised BLEU, and exact matches."""
 
 import re
 from typing import Any
 
-from sacrebleu.metrics import BLEU, CHRF
-
 from t2r.errors import InputError
+from t2r.extras import require
 
 TOKENIZERS = ("13a", "zh", "char", "intl", "none")
 
 
 def check_tokenizer(name: str) -> None:
-    """Refuses names sacrebleu does not have, before hours of translating."""
+    """Raises an error for an unknown tokenizer; called before translating, which may take hours."""
     if name not in TOKENIZERS:
         raise InputError(f"tokenize={name!r}: choose one of {', '.join(TOKENIZERS)}")
 
 
 def score_translations(hypotheses: list[str], references: list[str], *, tokenize: str = "13a") -> dict[str, Any]:
-    """Corpus BLEU and chrF with sacrebleu's signature, which says how they were computed, and exact matches."""
+    """Corpus BLEU and chrF with sacrebleu's signatures, and the fraction of exact matches."""
     check_tokenizer(tokenize)
-    bleu, chrf = BLEU(tokenize=tokenize), CHRF()
+    metrics = require("sacrebleu.metrics", "translation")
+    bleu, chrf = metrics.BLEU(tokenize=tokenize), metrics.CHRF()
     exact = sum(h.strip() == r.strip() for h, r in zip(hypotheses, references))
     return {
         "bleu": bleu.corpus_score(hypotheses, [references]).score,
@@ -34,17 +34,16 @@ def score_translations(hypotheses: list[str], references: list[str], *, tokenize
 def tokenized_bleu(
     hypotheses: list[str], references: list[str], *, language: str, split_compounds: bool = False
 ) -> float:
-    """BLEU over Moses' tokens, as the paper reports it; not to be compared with sacrebleu's.
+    """BLEU over Moses tokens, as in the paper; not comparable with sacrebleu's.
 
-    `split_compounds` takes hyphenated words apart, as is customary for WMT14 EN-DE since Vaswani et al. (2017).
+    `split_compounds` splits hyphenated words, as is usual for WMT14 EN-DE since Vaswani et al. (2017).
     """
-    from sacremoses import MosesTokenizer
-
-    moses = MosesTokenizer(lang=language)
+    metrics = require("sacrebleu.metrics", "translation")
+    moses = require("sacremoses", "translation").MosesTokenizer(lang=language)
 
     def tokens(line: str) -> str:
         text = moses.tokenize(line, return_str=True, escape=False, aggressive_dash_splits=False)
         return re.sub(r"(\S)-(?=\S)", r"\1 ##AT##-##AT## ", text) if split_compounds else text
 
     sides = [[tokens(line) for line in side] for side in (hypotheses, references)]
-    return BLEU(tokenize="none", force=True).corpus_score(sides[0], [sides[1]]).score
+    return metrics.BLEU(tokenize="none", force=True).corpus_score(sides[0], [sides[1]]).score

@@ -1,4 +1,4 @@
-"""Logits of given ids, for comparison with other libraries."""
+"""Logits for given token ids, for comparison with other libraries."""
 
 import functools
 
@@ -13,14 +13,17 @@ from t2r.model.transformer import LanguageModel, check_length
 
 
 def logits_of(model: LanguageModel, arrays: dict[str, np.ndarray]) -> Float[np.ndarray, "b n vocab"]:
-    """What follows each of `input_ids`; in a translation model, each of `decoder_input_ids` given those sources."""
+    """The logits after each of `input_ids`; in a translation model, after each of `decoder_input_ids`, with `input_ids`
+    as sources (and `attention_mask`, if there is one)."""
     config = model.config
     if config.adaptive_cutoffs:
-        raise InputError("an adaptive softmax has no logits of the whole vocabulary: compare log-probabilities instead")
+        raise InputError(
+            "an adaptive softmax has no logits over the whole vocabulary: compare log-probabilities instead"
+        )
     sizes = {"input_ids": config.source_vocab_size or config.vocab_size}
     if config.encoder_layers:
         sizes["decoder_input_ids"] = config.vocab_size
-    problems = [f"no array {name!r}; there are {', '.join(arrays)}" for name in sizes if name not in arrays]
+    problems = [f"no array {name!r}; the file has {', '.join(arrays)}" for name in sizes if name not in arrays]
     for name in sizes.keys() & arrays.keys():
         ids = arrays[name]
         if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
@@ -29,7 +32,7 @@ def logits_of(model: LanguageModel, arrays: dict[str, np.ndarray]) -> Float[np.n
             problems.append(f"{name} has ids from {ids.min()} to {ids.max()}: the vocabulary ends at {sizes[name] - 1}")
     raise_all("ids:", problems)
     ids = [arrays[name].astype(np.int32) for name in sizes]
-    check_length(config, max(rows.shape[1] for rows in ids))
+    check_length(config, max(sequences.shape[1] for sequences in ids))
     mask = arrays["attention_mask"].astype(bool) if "attention_mask" in arrays else np.ones(ids[0].shape, bool)
     graph, state = nnx.split(model)
     return np.asarray(_logits(graph, state, ids, mask))

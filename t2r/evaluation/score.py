@@ -1,4 +1,4 @@
-"""The scores of a model on data: perplexities of text, BLEU and chrF of translations."""
+"""Scores a model on data: perplexity on text, BLEU and chrF on sentence pairs."""
 
 import itertools
 import time
@@ -15,13 +15,14 @@ from t2r.data.tokenizer import Words
 from t2r.decode.beam import Beam
 from t2r.decode.translator import TranslateOptions, translate_lines
 from t2r.errors import InputError
+from t2r.evaluation.bleu import check_tokenizer, score_translations, tokenized_bleu
 from t2r.evaluation.logits import logits_of
 from t2r.evaluation.perplexity import bits_per_byte, document_perplexity, per_word, perplexity
 from t2r.store.model_dir import LoadedModel
 
 
 def evaluate(loaded: LoadedModel, data: str, *, split: str | None = None, **options: Any) -> dict[str, Any]:
-    """Scores a model on data such as `text:FILE`: see `evaluate_text` and `evaluate_pairs` for the options."""
+    """Scores a model on data such as `text:FILE`; `options` are those of `evaluate_text` or `evaluate_pairs`."""
     translates = bool(loaded.model.config.encoder_layers)
     if is_pairs(data) != translates:
         kinds = ("text", "a language model"), ("sentence pairs", "a translation model")
@@ -31,7 +32,7 @@ def evaluate(loaded: LoadedModel, data: str, *, split: str | None = None, **opti
 
 
 def default_split(data: str) -> str:
-    """All of a file, the test split of data that has one."""
+    """`test` for data with splits of its own, `all` for files."""
     return "test" if data.startswith(("builtin:", "tfds:")) else "all"
 
 
@@ -45,7 +46,7 @@ def evaluate_text(
     window: int | None = None,
     batch: int | None = None,
 ) -> dict[str, Any]:
-    """Perplexities of a text, or with `documents` of its documents, each by itself; of the `first` so many only."""
+    """Perplexities of a text, or with `documents` of its documents independently; `first` limits their number."""
     model, tokenizer, _ = loaded
     texts = load_documents(data, split)[:first]
     options = dict(window=window, batch=batch or 8, start=tokenizer.end)
@@ -62,7 +63,7 @@ def evaluate_text(
         "tokens": scores.tokens,
     }
     if isinstance(tokenizer, Words):
-        # A word that the vocabulary lacks costs only as much as <unk>: no fair count of bits.
+        # An unknown word is scored as <unk>, so perplexity and bits per byte are too low by an unknown amount.
         result["unknown_words"] = tokenizer.unknown(tokens)
     return result
 
@@ -80,34 +81,32 @@ def evaluate_pairs(
     split_compounds: bool = False,
     output: str | Path | None = None,
 ) -> dict[str, Any]:
-    """BLEU and chrF of the translations of all sources; `output` keeps sources, references and translations (TSV)."""
-    from t2r.evaluation.bleu import check_tokenizer, score_translations, tokenized_bleu
-
+    """BLEU and chrF of the translations of all sources; `output` is a TSV file of source, reference, translation."""
     check_tokenizer(tokenize)
     sources, references = zip(*itertools.islice(load_pairs(data, split), first))
     began = time.perf_counter()
     with Progress("translate", len(sources)) as progress:
         options = TranslateOptions(beam=beam, batch=batch or 32)
-        found = translate_lines(loaded, sources, options, warn=progress.say, on_batch=progress.advance)
-    texts = [translations[0].text for translations in found]
-    result = score_translations(texts, list(references), tokenize=tokenize)
+        results = translate_lines(loaded, sources, options, warn=progress.say, on_batch=progress.advance)
+    best = [translations[0].text for translations in results]
+    result = score_translations(best, list(references), tokenize=tokenize)
     if moses:
         result["tokenized_bleu"] = tokenized_bleu(
-            texts, list(references), language=moses, split_compounds=split_compounds
+            best, list(references), language=moses, split_compounds=split_compounds
         )
     if output is not None:
-        rows = ("\t".join(row) + "\n" for row in zip(sources, references, texts))
-        Path(output).write_text("".join(rows), "utf-8")
+        lines = ("\t".join(columns) + "\n" for columns in zip(sources, references, best))
+        Path(output).write_text("".join(lines), "utf-8")
     result |= {"beam": beam.size, "length_penalty": beam.length_penalty, "early_stopping": beam.early_stopping}
     return result | {"seconds": round(time.perf_counter() - began, 1)}
 
 
 def write_logits(loaded: LoadedModel, ids: str | Path, output: str | Path) -> dict[str, Any]:
-    """Logits of the ids in an .npz file, into another, to be compared with another library's."""
+    """Writes the logits for the ids of an .npz file into another .npz file; see `logits_of`."""
     try:
         arrays = dict(np.load(ids))
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {ids}: {error}; give a file that numpy.savez has written") from None
+        raise InputError(f"cannot read {ids}: {error}; give a file written by numpy.savez") from None
     logits = logits_of(loaded.model, arrays)
     np.savez(output, logits=logits)
     return {"logits": str(output), "shape": list(logits.shape)}

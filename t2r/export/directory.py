@@ -1,4 +1,4 @@
-"""An exported model is a directory: arrays, StableHLO, the tokenizer, and pages that say what they are."""
+"""Exported models: a directory of arrays, StableHLO functions, the tokenizer, and documentation."""
 
 import json
 from pathlib import Path
@@ -14,6 +14,7 @@ from t2r.data.tokenizer import Tokenizer, TokenizerPair, decoder_start_ids, stop
 from t2r.errors import InputError
 from t2r.export import readme
 from t2r.export.functions import PLATFORMS, Function, Sizes, longest, lower
+from t2r.extras import require
 from t2r.files import atomic_directory
 from t2r.model.parameters import arrays_of, parameter_count
 from t2r.store import model_dir
@@ -24,7 +25,7 @@ EXAMPLES = Path(__file__).parent / "examples"
 
 
 def check_free(path: Path) -> None:
-    """Nothing is overwritten."""
+    """Raises an error if the output exists: nothing is overwritten."""
     if path.exists():
         raise InputError(f"--output={path} exists already: choose another or remove it")
 
@@ -32,7 +33,8 @@ def check_free(path: Path) -> None:
 def export_model(
     name: str, output: str | Path, *, batch: int | None = None, capacity: int | None = None, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """Exports a model directory; `capacity` is the most tokens of a sequence, needed for softmax layers only."""
+    """Exports a model directory; `capacity` is the most tokens of a sequence, needed only for softmax layers."""
+    require("flatbuffers", "export")  # which jax.export writes with
     output, sizes = Path(output), Sizes(batch, capacity)
     check_free(output)
     loaded = model_dir.load(name, dtype=dtype)
@@ -45,14 +47,14 @@ def export_model(
             str(file.relative_to(output)): file.stat().st_size for file in sorted(output.rglob("*")) if file.is_file()
         },
         "parameters": parameter_count(arrays_of(loaded.model)),
-        "state_bytes": state_bytes(about, b=batch or 1, m=0),  # a source's caches, if any, come on top
+        "state_bytes": state_bytes(about, b=batch or 1, m=0),  # without the cached source of a translation model
         "platforms": about["platforms"],
         "longest": about["longest"],
     }
 
 
 def save(path: Path, content: LoadedModel, sizes: Sizes = Sizes()) -> dict[str, Any]:
-    """Writes the directory whole or not at all, and returns what its export.json says."""
+    """Writes the directory atomically, and returns the content of its export.json."""
     model, tokenizer, _ = content
     check_free(path)
     with atomic_directory(path) as folder:
@@ -70,7 +72,8 @@ def save(path: Path, content: LoadedModel, sizes: Sizes = Sizes()) -> dict[str, 
 
 
 def describe(content: LoadedModel, functions: dict[str, Function], sizes: Sizes) -> dict[str, Any]:
-    """What a program has to know to call the functions; `b` is the number of texts, `m` the length of sources."""
+    """The content of export.json: what a program needs to call the functions. In shapes, `b` is the batch size and `m`
+    the length of sources."""
     model, tokenizer, provenance = content
     arrays = {}
     for function in functions.values():
@@ -101,7 +104,7 @@ def describe(content: LoadedModel, functions: dict[str, Function], sizes: Sizes)
 
 
 def _signature(value: Any) -> dict[str, Any]:
-    """Shape and type of an array, or of each in a dict."""
+    """Shape and type of an array, or of each array in a dict."""
     if isinstance(value, dict):
         return {name: _signature(array) for name, array in value.items()}
     shape = [size if isinstance(size, int) else str(size) for size in value.shape]
@@ -109,14 +112,14 @@ def _signature(value: Any) -> dict[str, Any]:
 
 
 def state_bytes(about: dict[str, Any], **sizes: int) -> int:
-    """Bytes of the state, with numbers for `b` and `m`."""
+    """Bytes of the state; `sizes` gives `b` and `m`."""
     state = about["arrays"]["state"].values()
     shapes = [jax.ShapeDtypeStruct([sizes.get(n, n) for n in a["shape"]], a["dtype"]) for a in state]
     return environment.total_bytes(shapes)
 
 
 def _describe_tokenizer(tokenizer: Tokenizer | TokenizerPair) -> dict[str, Any]:
-    """The ids that a program needs beside the tokenizer's own files, which lie in `folder`."""
+    """The tokenizer's kind, its folder, and the special tokens that a program needs."""
     if not isinstance(tokenizer, TokenizerPair):
         before = [tokenizer.end] if tokenizer.begins else []
         ids = {"before": before, "end": tokenizer.end, "stops": list(stop_ids(tokenizer))}
@@ -136,16 +139,16 @@ def _describe_tokenizer(tokenizer: Tokenizer | TokenizerPair) -> dict[str, Any]:
 
 
 def _around(whole: list[int], inside: list[int]) -> tuple[list[int], list[int]]:
-    """What stands before and after a sentence's own ids."""
-    place = next(i for i in range(len(whole)) if whole[i : i + len(inside)] == inside)
-    return whole[:place], whole[place + len(inside) :]
+    """The special tokens before and after a sentence's own tokens."""
+    position = next(i for i in range(len(whole)) if whole[i : i + len(inside)] == inside)
+    return whole[:position], whole[position + len(inside) :]
 
 
 def example(tokenizer: Tokenizer | TokenizerPair) -> str:
-    """A program that runs the model, with the few lines that this kind of tokenizer takes."""
+    """The source of example.py, which runs the model; it includes code for this kind of tokenizer."""
     translates = isinstance(tokenizer, TokenizerPair)
     kind = tokenizer.target.kind if translates else tokenizer.kind
     program = (EXAMPLES / f"{'translation' if translates else 'language_model'}.py").read_text("utf-8")
-    lines = (EXAMPLES / f"tokenizer_{kind}.py").read_text("utf-8").removeprefix("import json\n\n")  # it has that
+    lines = (EXAMPLES / f"tokenizer_{kind}.py").read_text("utf-8").removeprefix("import json\n\n")  # the program has it
     between = "" if lines.startswith("from") else "\n\n"
     return program.replace("from tokenizer_sentencepiece import tokenizer\n", f"{between}{lines}\n")

@@ -1,4 +1,4 @@
-"""The decoding step of a model, written down: all that another implementation needs beside the arrays."""
+"""Writes the decoding step of a model as formulas: what another implementation needs beside the arrays."""
 
 import itertools
 
@@ -26,14 +26,14 @@ FEATURES = {
     ],
     "performer": [
         "e(a) = feature_map.directions[g] · ã − ‖ã‖²/2 − log(features)/2, ã = a / d^¼",
-        "φ(q) = exp(e(q) − max e(q)), φ(k) = exp(e(k) − c), where c = log_scale[g] is the largest element of all e(k)",
-        "so far: when a key makes it grow from c to c′, S and z are first multiplied by exp(c − c′)",
+        "φ(q) = exp(e(q) − max e(q)), φ(k) = exp(e(k) − c), where c = log_scale[g] is the largest element of e(k)",
+        "over all keys so far. If a new key raises it from c to c′, S and z are first multiplied by exp(c − c′)",
     ],
 }
 
 
 def write(config: ModelConfig) -> str:
-    """The step in formulas, line by line."""
+    """The formulas of the decoding step, as plain text."""
     parts = [_embedding(config), _layers(config), _output(config), _norm(config), _feedforward(config)]
     parts += _attentions(config)
     if config.encoder_layers:
@@ -47,20 +47,20 @@ def _embedding(config: ModelConfig) -> list[str]:
         bands = ", ".join(
             f"band {i} has ids {low} to {high - 1}" for i, (low, high) in enumerate(itertools.pairwise(bounds))
         )
-        lines = [f"x = embedding.tables[band][id − the band's first] · embedding.projections[band]   ({bands})"]
+        lines = [f"x = embedding.tables[band][id − first id of the band] · embedding.projections[band]   ({bands})"]
     else:
         lines = ["x = embedding.table[id]"]
     if config.scale_embedding:
         lines.append(f"x = x · √{config.width}")
     if config.positions == "learned":
-        lines.append("x = x + positions[position], the first token's position is 0")
+        lines.append("x = x + positions[position]; the first token has position 0")
     if config.positions.startswith("sinusoidal"):
         half = config.width // 2
         steps = half if config.positions == "sinusoidal_open" else max(half - 1, 1)
         offset = f" + {config.position_offset}" if config.position_offset else ""
         lines += [
             f"x = x + [sin(p · f), cos(p · f)], p = position{offset}, f[i] = 10000^(−i/{steps}), i = 0 … {half - 1}",
-            "    the first token's position is 0",
+            "    the first token has position 0",
         ]
     if config.embedding_norm:
         lines.append("x = norm(x; embedding_norm)")
@@ -69,7 +69,7 @@ def _embedding(config: ModelConfig) -> list[str]:
 
 def _layers(config: ModelConfig) -> list[str]:
     branches = ["attention", *(["cross"] if config.encoder_layers else []), "feedforward"]
-    lines = [f"for each layer 0 … {config.layers - 1}, with the names under blocks.{{layer}}:"]
+    lines = [f"for each layer 0 … {config.layers - 1}, with the arrays blocks.{{layer}}.*:"]
     if config.parallel:
         return [*lines, "    x = x + attention(norm(x; attention_norm)) + feedforward(norm(x; feedforward_norm))"]
     return lines + [f"    {_branch(config, name)}" for name in branches]
@@ -94,7 +94,7 @@ def _output(config: ModelConfig) -> list[str]:
         "h = log_softmax([embedding.tables.0 · x, x · embedding.classes])",
         f"logits of band 0 = h[0 … {first - 1}]",
         f"logits of band i = h[{first - 1} + i] + log_softmax(embedding.tables.i · (embedding.projections.i · x))",
-        "(these are log-probabilities)",
+        "(these logits are log-probabilities)",
     ]
 
 
@@ -108,57 +108,61 @@ def _feedforward(config: ModelConfig) -> list[str]:
     def dense(name: str, x: str) -> str:
         return f"({x} · {name}.kernel{f' + {name}.bias' if config.bias else ''})"
 
-    inside = f"act{dense('up', 'x')}"
+    hidden = f"act{dense('up', 'x')}"
     if config.gated:
-        inside = f"(act{dense('gate', 'x')} ⊙ {dense('up', 'x')})"
+        hidden = f"(act{dense('gate', 'x')} ⊙ {dense('up', 'x')})"
     return [
-        f"feedforward(x) = {dense('down', inside)[1:-1]}, names under feedforward.",
+        f"feedforward(x) = {dense('down', hidden)[1:-1]}, with the arrays feedforward.*",
         f"act(a) = {ACTIVATIONS[config.activation]}",
     ]
 
 
 def _attentions(config: ModelConfig) -> list[list[str]]:
-    """Each kind of attention once, with the layers that have it."""
+    """The formulas of each kind of attention, with the layers that have it."""
     parts = []
     for name, specs in (("attention", config.attention), ("cross", config.cross_attention)):
         for spec in dict.fromkeys(specs):
-            layers = ranges([layer for layer, found in enumerate(specs) if found == spec])
-            parts.append([f"{name}(x) in layers {layers}, names under {name}.:", *_attention(config, spec, name)])
+            layers = ranges([layer for layer, other in enumerate(specs) if other == spec])
+            parts.append([f"{name}(x) in layers {layers}, with the arrays {name}.*:", *_attention(config, spec, name)])
     return parts
 
 
 def _attention(config: ModelConfig, spec: AttentionSpec, name: str) -> list[str]:
     lines, cross = _heads(config, spec, name), name == "cross"
     if spec.kind == "softmax":
-        slots = "all valid slots" if cross else "the slots written so far, this one among them,"
+        slots = "all valid slots" if cross else "all slots written so far, including this one,"
         if spec.window and not cross:
-            slots = f"the last {spec.window} slots written, this one among them,"
+            slots = f"the last {spec.window} slots written, including this one,"
         if not cross:
-            lines.append("k[g] and v[g] go into slot `index` of the caches, which becomes valid; index = index + 1")
-        lines.append(f"o[h] = Σ w[j] · v[g, j] over {slots}, w = softmax of q[h] · k[g, j] / √d over them")
+            lines.append(
+                "k[g] and v[g] are stored in slot `index` of the caches, which becomes valid; then index = index + 1"
+            )
+        lines.append(f"o[h] = Σ w[j] · v[g, j] over {slots} where w = softmax over these slots of q[h] · k[g, j] / √d")
     else:
         if not cross:
             lines.append("S[g] = S[g] + φ(k[g]) ⊗ v[g],  z[g] = z[g] + φ(k[g])")
-        below = _below(FEATURE_MAPS[spec.feature_map].normalizer)
-        lines.append(f"o[h] = φ(q[h]) · S[g] / {below}")
+        denominator = _denominator(FEATURE_MAPS[spec.feature_map].normalizer)
+        lines.append(f"o[h] = φ(q[h]) · S[g] / {denominator}")
     if cross:
-        lines.append("the source's state was made by encode: k and v of all its tokens, or S and z as their sums")
+        lines.append(
+            "the source's state comes from encode: k and v of all source tokens, or the sums S and z over them"
+        )
     bias = " + out.bias" if config.bias else ""
     return [f"    {line}" for line in [*lines, f"{name}(x) = Σ o[h] · out.kernel[h] over all h{bias}"]]
 
 
 def _heads(config: ModelConfig, spec: AttentionSpec, name: str) -> list[str]:
-    """Queries, keys and values of query heads h and key heads g, and what happens to them before they meet."""
+    """The queries, keys and values of query heads h and key heads g, with norms, rotary positions and feature maps."""
     per_group = config.heads // config.kv_heads
     bias = config.bias if config.projection_bias is None else config.projection_bias
     source = "y" if name == "cross" else "x"
 
-    def project(what: str, x: str, at: str, *, bias: bool = bias) -> str:
-        return f"{x} · {what}.kernel[:, {at}]{f' + {what}.bias[{at}]' if bias else ''}"
+    def project(name: str, x: str, head: str, *, bias: bool = bias) -> str:
+        return f"{x} · {name}.kernel[:, {head}]{f' + {name}.bias[{head}]' if bias else ''}"
 
     lines = [f"h = 0 … {config.heads - 1}, g = {'h' if per_group == 1 else f'h // {per_group}'}, d = {config.head_dim}"]
     if name == "cross":
-        lines.append("y: the encoder's output for a token of the source")
+        lines.append("y is the encoder's output for a source token")
     lines.append(f"v[g] = {project('value', source, 'g')}")
     if spec.kind == "merged":
         return [
@@ -180,7 +184,7 @@ def _rotary(config: ModelConfig, spec: AttentionSpec) -> list[str]:
     rotary = config.shape_of(spec).rotary
     half = (rotary.size or config.head_dim) // 2
     lines = [
-        f"each of q and k is turned: (a[i], a[i + {half}]) ← (a[i] cos t − a[i + {half}] sin t, "
+        f"q and k, called a, are rotated: (a[i], a[i + {half}]) ← (a[i] cos t − a[i + {half}] sin t, "
         f"a[i + {half}] cos t + a[i] sin t),",
         f"    t = position · f[i], f[i] = {rotary.theta:g}^(−i/{half}), i = 0 … {half - 1}; the first position is 0",
     ]
@@ -189,12 +193,12 @@ def _rotary(config: ModelConfig, spec: AttentionSpec) -> list[str]:
     if rotary.scaling == "llama3":
         lines += [
             f"    f[i] is replaced by s · f[i] + (1 − s) · f[i] / {rotary.factor:g},",
-            f"    s = ({rotary.original} · f[i] / 2π − {rotary.low:g}) / {rotary.high - rotary.low:g}, between 0 and 1",
+            f"    s = clip(({rotary.original} · f[i] / 2π − {rotary.low:g}) / {rotary.high - rotary.low:g}, 0, 1)",
         ]
     return lines
 
 
-def _below(normalizer: Normalizer) -> str:
+def _denominator(normalizer: Normalizer) -> str:
     if normalizer.clamp:
         return f"max(φ(q[h]) · z[g], {normalizer.value:g})"
     return f"(φ(q[h]) · z[g] + {normalizer.value:g})"
@@ -204,6 +208,6 @@ def _encoder(config: ModelConfig) -> list[str]:
     table = "embedding.table" if config.shared_embedding else "encoder.embedding.table"
     end = ", then encoder.final_norm" if config.final_norm else ""
     return [
-        f"encode reads all tokens of a source at once, with the names under encoder.: x from {table} as above, then",
-        f"layers 0 … {config.encoder_layers - 1}, without cross, every token with softmax attention over all{end}",
+        f"encode reads all tokens of a source at once, with the arrays encoder.*: x from {table} as above, then",
+        f"layers 0 … {config.encoder_layers - 1} without cross, with softmax attention of each token to all{end}",
     ]

@@ -1,7 +1,7 @@
-"""The decoding step, and what makes its first state, as functions of plain dicts, lowered to StableHLO.
+"""The decoding step and the function that makes the initial state, lowered to StableHLO.
 
-Arguments and results are arrays and dicts of arrays by name: whoever calls them needs no class of ours. Weights are
-arguments too, so that the program is small and serves any weights of its shapes.
+Arguments and results are arrays and dicts from name to array, so callers need no class of this package. Weights are
+arguments too: the program is small and works with any weights of the same shapes.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 
 class Sizes(NamedTuple):
-    """What is decided when a model is exported."""
+    """Sizes that are fixed when a model is exported."""
 
-    batch: int | None = None  # texts at a time; None: any number, decided by who calls
-    capacity: int | None = None  # tokens that fit into the caches of softmax layers
+    batch: int | None = None  # sequences per call; None: any number
+    capacity: int | None = None  # tokens in the caches of softmax layers
 
 
 class Function(NamedTuple):
-    """A lowered function, and what it takes and gives, by name: arrays and dicts of arrays, as shapes and types."""
+    """A lowered function, with the shapes and types of its named arguments and results (arrays or dicts of arrays)."""
 
     exported: export.Exported
     arguments: dict[str, Any]
@@ -40,9 +40,9 @@ class Function(NamedTuple):
 
 
 def lower(config: ModelConfig, sizes: Sizes) -> dict[str, Function]:
-    """`step`, and what makes the state before it: `start` in a language model, `encode` in a translation model.
+    """`step`, and the function that makes the initial state: `start`, or `encode` in a translation model.
 
-    Weights are of the type of activations.
+    Weights have the type of the activations.
     """
     check_capacity(config, sizes.capacity)
     batch, length = export.symbolic_shape("b, m")
@@ -50,16 +50,16 @@ def lower(config: ModelConfig, sizes: Sizes) -> dict[str, Function]:
     weights = {name: _like(array, config.dtype) for name, array in arrays_of(abstract_model(config)).items()}
     token = ShapeDtypeStruct((batch,), jnp.int32)
     if config.encoder_layers:
-        name, first, given = "encode", encode, {"source": ShapeDtypeStruct((batch, length), jnp.int32)}
+        name, first, inputs = "encode", encode, {"source": ShapeDtypeStruct((batch, length), jnp.int32)}
     else:
-        name, first, given = "start", start, {"token": token}
+        name, first, inputs = "start", start, {"token": token}
     first = functools.partial(first, config, sizes.capacity)
-    given = {"weights": weights, **given}
-    state = jax.eval_shape(first, *given.values())
+    arguments = {"weights": weights, **inputs}
+    state = jax.eval_shape(first, *arguments.values())
     arrays = {name: _like(leaf) for name, leaf in named_leaves(state)}
     next_step = functools.partial(step, config, longest(config, sizes.capacity), jax.tree.structure(state))
     return {
-        name: _lower(lambda *given: dict(named_leaves(first(*given))), given, ["state"]),
+        name: _lower(lambda *inputs: dict(named_leaves(first(*inputs))), arguments, ["state"]),
         "step": _lower(next_step, {"weights": weights, "state": arrays, "token": token}, ["logits", "state"]),
     }
 
@@ -67,13 +67,13 @@ def lower(config: ModelConfig, sizes: Sizes) -> dict[str, Function]:
 def _lower(function: Callable, arguments: dict[str, Any], results: list[str]) -> Function:
     with _without_locations():
         exported = export.export(jax.jit(function), platforms=PLATFORMS)(*arguments.values())
-    found = jax.tree.unflatten(exported.out_tree, exported.out_avals)
-    return Function(exported, arguments, dict(zip(results, [found] if len(results) == 1 else found)))
+    outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
+    return Function(exported, arguments, dict(zip(results, [outputs] if len(results) == 1 else outputs)))
 
 
 @contextlib.contextmanager
 def _without_locations() -> Iterator[None]:
-    """Leaves out which line of which file each operation came from: paths of one machine are nobody else's business."""
+    """Leaves the source file and line of each operation out of the program, so that it has no paths of this machine."""
     before = jax.config.jax_traceback_in_locations_limit
     jax.config.update("jax_traceback_in_locations_limit", 0)
     try:
@@ -83,13 +83,13 @@ def _without_locations() -> Iterator[None]:
 
 
 def start(config: ModelConfig, capacity: int | None, weights: Arrays, token: Int[Array, "b"]) -> DecodeState:
-    """The state of texts that have no tokens yet; of the first ones only the number counts."""
-    one = _model(config, weights).init_state(1, capacity or 1)
-    return jax.tree.map(lambda x: jnp.repeat(x, token.shape[0], 0) if x.ndim else x, one)
+    """The initial state; `token` only gives the batch size."""
+    single = _model(config, weights).init_state(1, capacity or 1)
+    return jax.tree.map(lambda x: jnp.repeat(x, token.shape[0], 0) if x.ndim else x, single)
 
 
 def encode(config: ModelConfig, capacity: int | None, weights: Arrays, source: Int[Array, "b m"]) -> DecodeState:
-    """The state of translations that have no tokens yet, of these sources; PADDING ends the rows."""
+    """The initial state of translations of these sources, which are padded with PADDING at the end."""
     return start(config, capacity, weights, source[:, 0])._replace(
         source=source_states(_model(config, weights), source)
     )
@@ -98,19 +98,22 @@ def encode(config: ModelConfig, capacity: int | None, weights: Arrays, source: I
 def step(
     config: ModelConfig, most: int | None, structure: Any, weights: Arrays, state: Arrays, token: Int[Array, "b"]
 ) -> tuple[Float[Array, "b vocab"], Arrays]:
-    """Reads a token of each text: what may follow it, and the state after it. A state of `structure` comes flat."""
+    """Reads one token of each sequence; returns the logits of the next token and the new state.
+
+    The state is a flat dict; `structure` is its original pytree structure. Beyond `most` tokens the logits are NaN.
+    """
     model = _model(config, weights)
     names = [name for name, _ in named_leaves(jax.tree.unflatten(structure, [0] * structure.num_leaves))]
     hidden, after = model(token[:, None], state=jax.tree.unflatten(structure, [state[name] for name in names]))
-    # An adaptive softmax has no logits; log-probabilities serve for them.
+    # An adaptive softmax has no logits: `logits` returns its log-probabilities.
     logits = model.logits(hidden[:, 0])
-    if most is not None:  # beyond it the last slot of caches, or the last position, would be used again
+    if most is not None:  # beyond it, the last cache slot or position would be reused
         logits = jnp.where((state["position"] < most)[:, None], logits, jnp.nan)
     return logits, dict(named_leaves(after))
 
 
 def _model(config: ModelConfig, weights: Arrays) -> LanguageModel:
-    # Parameters are float32, whatever they are stored in: the compiler takes out what casts there and back.
+    # The model's parameters are float32. The compiler removes casts to float32 and back.
     return with_arrays(abstract_model(config), {name: a.astype(jnp.float32) for name, a in weights.items()})
 
 
@@ -119,28 +122,28 @@ def _like(array: Any, dtype: str | None = None) -> ShapeDtypeStruct:
 
 
 def softmax_layers(config: ModelConfig) -> list[int]:
-    """The layers whose state grows by a token a step."""
+    """The layers with softmax attention, whose state grows with each token."""
     return [layer for layer, spec in enumerate(config.attention) if spec.kind == "softmax"]
 
 
 def longest(config: ModelConfig, capacity: int | None) -> int | None:
-    """The most tokens a text can have; None: there is no limit."""
+    """The most tokens of a sequence; None: there is no limit."""
     limits = [capacity] if softmax_layers(config) else []
     limits += [config.max_positions] if config.positions == "learned" else []
     return min(limits, default=None)
 
 
 def check_capacity(config: ModelConfig, capacity: int | None) -> None:
-    """The length of caches is needed where there are caches, and only there."""
+    """Raises an error if there are softmax layers and no capacity, or a capacity and no softmax layers."""
     layers = softmax_layers(config)
     if layers and capacity is None:
         raise InputError(
             f"{len(layers)} of {config.layers} layers have softmax attention ({', '.join(map(str, layers))}), whose "
-            f"state grows by a token a step: say with --capacity=N how many tokens a text may have, or convert them"
+            f"state grows with each token: set --capacity=N, the most tokens of a sequence, or convert these layers"
         )
     if capacity is not None and not layers:
         raise InputError(
-            f"--capacity={capacity} is for layers with softmax attention; this model has none, its state is the same "
-            f"at any length: leave it out"
+            f"--capacity={capacity} is for layers with softmax attention; this model has none, its state does not "
+            f"grow: leave it out"
         )
     check_length(config, capacity or 0)

@@ -1,4 +1,4 @@
-"""The page in an exported directory: how to call it, what its arrays are, what it computes."""
+"""Writes README.md of an exported model: how to call it, its arrays, and what it computes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,33 +12,34 @@ LIBRARIES = {"sentencepiece": ", `sentencepiece`", "pieces": ", `sentencepiece`"
 
 PAGE = """# {name}
 
-{what}, exported by t2r to run without it. `python example.py {sample}` shows how; it needs `jax` {version} or newer,
+{summary}, exported by t2r to run without it. `python example.py {sample}` runs it; it needs `jax` {version} or newer,
 `flatbuffers`, `safetensors`{libraries}.
 
-| file | |
+| file | content |
 |---|---|
 | `model.safetensors` | the weights |
-| `{first}.stablehlo` | makes the state before the first token |
+| `{first}.stablehlo` | the function that makes the initial state |
 | `step.stablehlo` | the decoding step |
-| `export.json` | shapes, types and ids, for programs |
+| `export.json` | shapes, types and special tokens, for programs |
 | `example.py` | a program that uses all of these |
 
-The other files are the tokenizer's.
+The other files belong to the tokenizer.
 
 ## Calling it
 
-`jax.export.deserialize(content of the file).call` is a function, for CPU, CUDA and TPU alike:
+`jax.export.deserialize(content of the file).call` is a function that runs on CPU, CUDA and TPU:
 
-    state = {first}(weights, {given})
+    state = {first}(weights, {argument})
     logits, state = step(weights, state, token)
 
-- `weights` and `state` are dicts of arrays by name, as below.
-- `token` (b,) int32 is the next token of each text, `logits` (b, {vocabulary}) float32 says what may follow it.
+- `weights` and `state` are dicts from name to array, listed below.
+- `token` (b,) int32 is the next token of each sequence; `logits` (b, {vocabulary}) float32 predict the token after
+  it.
 {notes}
 
-Inside is a StableHLO module (`mlir_module()`, `mlir_module_serialized`), which other compilers read too. Its arguments
-are the platform's number (0 cpu, 1 cuda, 2 tpu) and the arrays in the order of the call, those of a dict by sorted
-names; arrays that it does not use are left out (`module_kept_var_idx`).
+Each file contains a StableHLO module (`mlir_module()`, `mlir_module_serialized`), which other compilers can read. Its
+arguments are the index of the platform (0 cpu, 1 cuda, 2 tpu), then the arrays in the order of the call, a dict's
+sorted by name; unused arrays are left out (`module_kept_var_idx` lists the used ones).
 
 ## Weights
 
@@ -52,8 +53,8 @@ names; arrays that it does not use are left out (`module_kept_var_idx`).
 
 ## What the step computes
 
-For one token of one text; `·` is a product of numbers, vectors or matrices, `⊗` an outer product. Activations
-are {dtype}; S, z and softmax are float32.
+For one token of one sequence. `·` is a product of scalars, vectors or matrices, `⊗` an outer and `⊙` an elementwise
+product. Activations are {dtype}; S, z and softmax are float32.
 
 ```
 {formulas}
@@ -62,19 +63,19 @@ are {dtype}; S, z and softmax are float32.
 
 
 def write(name: str, config: ModelConfig, functions: dict[str, Function], about: dict[str, Any]) -> str:
-    """The page as Markdown."""
+    """README.md as a string."""
     step = functions["step"].arguments
     translates = bool(config.encoder_layers)
     first = "encode" if translates else "start"
     tokenizer = about["tokenizer"]["target"] if translates else about["tokenizer"]
     return PAGE.format(
         name=name,
-        what=_what(config),
+        summary=_summary(config),
         sample='"a sentence"' if translates else '"a text" 50',
         version=about["environment"]["versions"]["jax"],
         libraries=LIBRARIES[tokenizer["kind"]],
         first=first,
-        given="source" if translates else "token",
+        argument="source" if translates else "token",
         vocabulary=config.vocab_size,
         notes="\n".join(f"- {note}" for note in _notes(about)),
         weights=_table(weight_rows(config, step["weights"])),
@@ -85,7 +86,7 @@ def write(name: str, config: ModelConfig, functions: dict[str, Function], about:
     )
 
 
-def _what(config: ModelConfig) -> str:
+def _summary(config: ModelConfig) -> str:
     softmax = softmax_layers(config)
     layers = f"softmax attention in layers {ranges(softmax)}" if softmax else "linear attention in all layers"
     kind = "translation" if config.encoder_layers else "language"
@@ -93,39 +94,42 @@ def _what(config: ModelConfig) -> str:
 
 
 def _notes(about: dict[str, Any]) -> list[str]:
-    """What to know beyond shapes: which tokens begin and end texts, how many texts, how long."""
+    """What a caller must know beyond shapes: special tokens, batch size, maximal length."""
     ids, batch, longest = about["tokenizer"], about["batch"], about["longest"]
     if about["family"] == "seq2seq":
         source, target = ids["source"], ids["target"]
         notes = [
-            f"`source` (b, m) int32 is a sentence a row: {source['before']}, its own tokens, {source['after']}; "
-            f"{about['padding']} fills the rows of shorter ones.",
-            f"A translation starts after {target['start']}, no part of it, which `step` reads one after the other, and "
-            f"ends at {target['stop']}.",
+            f"`source` (b, m) int32 holds one sentence per row: the tokens {source['before']}, its own tokens, then "
+            f"{source['after']}; shorter sentences are padded with {about['padding']} at the end.",
+            f"To translate, call `step` with the tokens {target['start']} one by one, which are not part of the "
+            f"translation, then with each generated token. The translation ends at token {target['stop']}.",
         ]
         if about["config"]["positions"] == "learned":
             notes.append(
-                f"A source has at most {about['config']['max_positions']} tokens: there are no more positions."
+                f"A source has at most {about['config']['max_positions']} tokens, the number of learned positions."
             )
     else:
         notes = [
-            "`start` counts the tokens it is given, and does not read them.",
-            "A prompt is read by calling `step` with one of its tokens after the other.",
+            "`start` uses only the shape of `token`, which gives the batch size; it does not read the tokens.",
+            "To read a prompt, call `step` with its tokens one by one.",
         ]
-        notes += [f"A text begins with token {ids['before'][0]}."] if ids["before"] else []
-        ends = " or ".join(str(stop) for stop in ids["stops"] if stop >= 0)
-        notes.append(f"A text ends at token {ends}." if ends else "No token ends a text.")
-    texts = f"is {batch}" if batch else "is any, and the same in all arrays; each new one is compiled once"
-    notes.append(f"The number of texts b {texts}. They go on together, a token each a step.")
+        notes += [f"A sequence must begin with token {ids['before'][0]}."] if ids["before"] else []
+        stops = " or ".join(str(stop) for stop in ids["stops"] if stop >= 0)
+        notes.append(f"A sequence ends at token {stops}." if stops else "No token ends a sequence.")
+    size = f"is {batch}" if batch else "is any number, the same in all arrays; each new one is compiled once"
+    notes.append(f"The batch size b {size}. Each step reads one token of every sequence.")
     if longest is None:
-        return [*notes, "Texts may be of any length: the state does not grow."]
-    return [*notes, f"A text has at most {longest} tokens, as caches and positions end there: further logits are NaN."]
+        return [*notes, "Sequences may have any length: the state does not grow."]
+    return [
+        *notes,
+        f"A sequence has at most {longest} tokens (the size of caches or positions): further logits are NaN.",
+    ]
 
 
 def _start(translates: bool) -> str:
     if translates:
-        return "As `encode` makes it."
-    return "As `start` makes it: zeros, false, and −1e30 where there is a `log_scale`."
+        return "`encode` makes the initial state."
+    return "`start` makes the initial state: zeros and false; `log_scale`, if there is one, is −1e30."
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -1,4 +1,7 @@
-"""Hugging Face directories: config.json, safetensors, tokenizer. One entry of `FAMILIES` for each kind of model."""
+"""Reads models from Hugging Face directories. `FAMILIES` has one entry for each supported model_type.
+
+In this file `c` is the content of a Hugging Face config.json, and `fields` are those of our ModelConfig.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -8,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from t2r.errors import InputError, raise_all
-from t2r.importers.names import TensorRule, bias_to_heads, from_heads, load, to_heads, transposed
+from t2r.importers.names import TensorRule, Transform, bias_to_heads, from_heads, load, to_heads, transposed
 from t2r.model.config import AttentionSpec, ModelConfig, from_dict
 from t2r.store.tensors import Tensors
 
@@ -20,35 +23,37 @@ ACTIVATIONS = {
 
 
 class Family(NamedTuple):
-    """What a kind of model's config means, and its tensors' names without `prefixes`."""
+    """A model_type: its config as fields of ours, its rules for tensors without their `prefixes`, tensors to ignore."""
 
     fields: Callable[[Fields], Fields]
-    rows: Callable[[Fields], list[TensorRule]]
+    rules: Callable[[Fields], list[TensorRule]]
     prefixes: tuple[str, ...]
     ignore: tuple[str, ...] = ()
 
 
 def load_checkpoint(folder: Path) -> tuple[ModelConfig, dict[str, np.ndarray], Fields]:
-    """A model's config and arrays, and the config as it was."""
+    """A model's config and arrays, and its original config.json."""
     try:
-        theirs = json.loads((folder / "config.json").read_text())
+        original = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
-        raise InputError(f"no {folder / 'config.json'}: give the directory of a Hugging Face model") from None
+        raise InputError(
+            f"{folder / 'config.json'} does not exist: give the directory of a Hugging Face model"
+        ) from None
     except json.JSONDecodeError as error:
         raise InputError(f"{folder / 'config.json'} is not JSON: {error}") from None
-    kind = theirs.get("model_type")
+    kind = original.get("model_type")
     if kind in REFUSED:
-        raise InputError(f"{folder}: {kind} cannot be expressed here: {REFUSED[kind]}")
+        raise InputError(f"{folder}: {kind} is not supported: {REFUSED[kind]}")
     if kind not in FAMILIES:
-        raise InputError(f"{folder}: unknown model_type {kind!r}; known are {', '.join(sorted(FAMILIES))}")
+        raise InputError(f"{folder}: unknown model_type {kind!r}; choose from {', '.join(sorted(FAMILIES))}")
     family = FAMILIES[kind]
     try:
-        config = from_dict(family.fields(theirs))
+        config = from_dict(family.fields(original))
     except KeyError as error:
         raise InputError(f"{folder / 'config.json'} has no {error}, which {kind} needs") from None
     tensors = _without_prefix(Tensors(folder), family.prefixes)
     ignore = family.ignore + (("lm_head\\.weight",) if config.tied_output else ())
-    return config, load(config, family.rows(theirs), tensors, ignore=ignore), theirs
+    return config, load(config, family.rules(original), tensors, ignore=ignore), original
 
 
 def _without_prefix(tensors: Mapping[str, np.ndarray], prefixes: tuple[str, ...]) -> Mapping[str, np.ndarray]:
@@ -59,6 +64,8 @@ def _without_prefix(tensors: Mapping[str, np.ndarray], prefixes: tuple[str, ...]
 
 
 class _Renamed(Mapping):
+    """A mapping of tensors under other names: `names` maps the new name to the original."""
+
     def __init__(self, tensors: Mapping[str, np.ndarray], names: dict[str, str]):
         self._tensors, self._names = tensors, names
 
@@ -73,8 +80,9 @@ class _Renamed(Mapping):
 
 
 def activation(c: Fields, name: str) -> str:
+    """Our name for the activation function in the field `name`."""
     if c[name] not in ACTIVATIONS:
-        raise InputError(f"{name}={c[name]!r}: known are {', '.join(ACTIVATIONS)}")
+        raise InputError(f"{name}={c[name]!r} is not supported: only {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[c[name]]
 
 
@@ -82,7 +90,7 @@ def activation(c: Fields, name: str) -> str:
 
 
 def rope_fields(c: Fields) -> Fields:
-    """Rotary positions, as old (rope_theta, rope_scaling) and new configs (rope_parameters) have them."""
+    """Rotary positions, from old configs (rope_theta, rope_scaling) and new ones (rope_parameters)."""
     scaling = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
     theta = scaling.get("rope_theta", c.get("rope_theta", 10_000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -95,7 +103,7 @@ def rope_fields(c: Fields) -> Fields:
             "rope_high": scaling["high_freq_factor"], "rope_original": scaling["original_max_position_embeddings"],
         }  # fmt: skip
     elif kind != "default":
-        raise InputError(f"rope_type={kind!r} cannot be expressed here: default, linear and llama3 can")
+        raise InputError(f"rope_type={kind!r} is not supported: only default, linear and llama3 are")
     return fields
 
 
@@ -121,7 +129,7 @@ def llama_fields(c: Fields) -> Fields:
 
 
 def windows(c: Fields, layers: int) -> list[Fields]:
-    """Which layers see only a sliding window."""
+    """The attention specs of all layers: a sliding window, or full attention (window 0)."""
     window = c.get("sliding_window") or 0
     if c.get("use_sliding_window") is False:
         window = 0
@@ -141,11 +149,12 @@ def qwen3_fields(c: Fields) -> Fields:
     return qwen2_fields(c) | {"projection_bias": c.get("attention_bias", False), "query_norm": True}
 
 
-def mixed_biases(c: Fields) -> Fields:
+def uniform_bias_fields(c: Fields) -> Fields:
+    """Llama's fields; attention and feed-forward must both have biases, or neither."""
     fields = llama_fields(c)
     if c.get("attention_bias", False) != c.get("mlp_bias", False):
         raise_all(
-            "biases of only one of attention and feed-forward cannot be expressed here:",
+            "biases in only one of attention and feed-forward are not supported:",
             [f"{name}={c.get(name, False)}" for name in ("attention_bias", "mlp_bias")],
         )
     return fields
@@ -155,32 +164,35 @@ ATTENTION = [("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")]
 GATED = [("gate", "gate_proj"), ("up", "up_proj"), ("down", "down_proj")]
 
 
-def llama_rows(c: Fields, *, norm=None, norms: dict[str, str] | None = None) -> list[TensorRule]:
+def llama_rules(c: Fields, *, norm=None, norms: dict[str, str] | None = None) -> list[TensorRule]:
     norm = norm or (lambda x, config: x)
     norms = norms or {"attention_norm": "input_layernorm", "feedforward_norm": "post_attention_layernorm"}
-    rows = [
+    rules = [
         TensorRule("embedding.table", "embed_tokens.weight"),
         TensorRule("embedding.output", "lm_head.weight"),
         TensorRule("final_norm.scale", "norm.weight", norm),
     ]
     layer = "layers.{i}."
-    rows += [
+    rules += [
         TensorRule(f"blocks.{{i}}.{ours}.scale", f"{layer}{theirs}.weight", norm) for ours, theirs in norms.items()
     ]
     for ours, theirs in ATTENTION:
-        rows.append(TensorRule(f"blocks.{{i}}.attention.{ours}.kernel", f"{layer}self_attn.{theirs}.weight", to_heads))
-        rows.append(TensorRule(f"blocks.{{i}}.attention.{ours}.bias", f"{layer}self_attn.{theirs}.bias", bias_to_heads))
-    rows.append(TensorRule("blocks.{i}.attention.out.kernel", f"{layer}self_attn.o_proj.weight", from_heads))
-    rows.append(TensorRule("blocks.{i}.attention.out.bias", f"{layer}self_attn.o_proj.bias"))
+        rules.append(TensorRule(f"blocks.{{i}}.attention.{ours}.kernel", f"{layer}self_attn.{theirs}.weight", to_heads))
+        rules.append(
+            TensorRule(f"blocks.{{i}}.attention.{ours}.bias", f"{layer}self_attn.{theirs}.bias", bias_to_heads)
+        )
+    rules.append(TensorRule("blocks.{i}.attention.out.kernel", f"{layer}self_attn.o_proj.weight", from_heads))
+    rules.append(TensorRule("blocks.{i}.attention.out.bias", f"{layer}self_attn.o_proj.bias"))
     for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
-        rows.append(TensorRule(f"blocks.{{i}}.attention.{ours}.scale", f"{layer}self_attn.{theirs}.weight", norm))
+        rules.append(TensorRule(f"blocks.{{i}}.attention.{ours}.scale", f"{layer}self_attn.{theirs}.weight", norm))
     for ours, theirs in GATED:
-        rows.append(TensorRule(f"blocks.{{i}}.feedforward.{ours}.kernel", f"{layer}mlp.{theirs}.weight", transposed))
-        rows.append(TensorRule(f"blocks.{{i}}.feedforward.{ours}.bias", f"{layer}mlp.{theirs}.bias"))
-    return rows
+        rules.append(TensorRule(f"blocks.{{i}}.feedforward.{ours}.kernel", f"{layer}mlp.{theirs}.weight", transposed))
+        rules.append(TensorRule(f"blocks.{{i}}.feedforward.{ours}.bias", f"{layer}mlp.{theirs}.bias"))
+    return rules
 
 
-# Gemma 3: norms on both sides of each branch, of queries and keys; windows in most layers, with positions of their own.
+# Gemma 3: norms before and after each branch and of queries and keys; most layers have a sliding window and
+# their own rotary base.
 
 
 def gemma3_fields(c: Fields) -> Fields:
@@ -194,7 +206,7 @@ def gemma3_fields(c: Fields) -> Fields:
         "full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)
     ]
     if c.get("final_logit_softcapping") or c.get("attn_logit_softcapping"):
-        raise InputError("soft-capped logits cannot be expressed here")
+        raise InputError("soft-capped logits are not supported")
     specs = windows({**c, "layer_types": kinds}, layers)
     for spec in specs:
         spec["rope_theta"] = local if spec["window"] else None
@@ -208,29 +220,32 @@ def gemma3_fields(c: Fields) -> Fields:
     }
 
 
-def gemma3_rows(c: Fields) -> list[TensorRule]:
+def gemma3_rules(c: Fields) -> list[TensorRule]:
     norms = {
         "attention_norm": "input_layernorm",
         "attention_out_norm": "post_attention_layernorm",
         "feedforward_norm": "pre_feedforward_layernorm",
         "feedforward_out_norm": "post_feedforward_layernorm",
     }
-    # Their norms multiply by 1 + w; their queries are scaled by a number of their own, which goes into the norm.
-    rows = llama_rows(c, norm=lambda x, config: 1 + x, norms=norms)
+    # Gemma's norms multiply by 1 + w. Its queries are scaled by 1/√query_pre_attn_scalar instead of 1/√head_dim: the
+    # ratio goes into the scale of the query norm.
+    rules = llama_rules(c, norm=lambda x, config: 1 + x, norms=norms)
     scale = c.get("query_pre_attn_scalar") or c["head_dim"]
 
     def queries(x: np.ndarray, config: ModelConfig) -> np.ndarray:
         return (1 + x) * (config.head_dim / scale) ** 0.5
 
-    return [row._replace(turn=queries) if row.ours.endswith("attention.query_norm.scale") else row for row in rows]
+    return [
+        rule._replace(transform=queries) if rule.ours.endswith("attention.query_norm.scale") else rule for rule in rules
+    ]
 
 
-# GPT-2: learned positions, fused projections, weights as (inputs, outputs).
+# GPT-2: learned positions, one fused projection to queries, keys and values, matrices as (inputs, outputs).
 
 
 def gpt2_fields(c: Fields) -> Fields:
     if c.get("scale_attn_by_inverse_layer_idx") or c.get("reorder_and_upcast_attn"):
-        raise InputError("scale_attn_by_inverse_layer_idx and reorder_and_upcast_attn cannot be expressed here")
+        raise InputError("scale_attn_by_inverse_layer_idx and reorder_and_upcast_attn are not supported")
     return {
         "vocab_size": c["vocab_size"], "layers": c["n_layer"], "width": c["n_embd"], "heads": c["n_head"],
         "feedforward": c.get("n_inner") or 4 * c["n_embd"], "positions": "learned", "max_positions": c["n_positions"],
@@ -239,18 +254,18 @@ def gpt2_fields(c: Fields) -> Fields:
     }  # fmt: skip
 
 
-def third(which: int):
-    """Queries, keys or values of (inputs, 3 · width), as (inputs, heads, size); of a bias, (heads, size)."""
+def fused_part(which: int) -> Transform:
+    """Query (0), key (1) or value (2): (inputs, 3 · heads · size) → (inputs, heads, size); a bias: (heads, size)."""
 
-    def turn(x: np.ndarray, config: ModelConfig) -> np.ndarray:
+    def transform(x: np.ndarray, config: ModelConfig) -> np.ndarray:
         part = np.split(x, 3, -1)[which]
         return part.reshape(*part.shape[:-1], -1, config.head_dim)
 
-    return turn
+    return transform
 
 
-def gpt2_rows(c: Fields) -> list[TensorRule]:
-    rows = [
+def gpt2_rules(c: Fields) -> list[TensorRule]:
+    rules = [
         TensorRule("embedding.table", "wte.weight"),
         TensorRule("embedding.output", "lm_head.weight"),
         TensorRule("positions", "wpe.weight"),
@@ -260,20 +275,22 @@ def gpt2_rows(c: Fields) -> list[TensorRule]:
         ("blocks.{i}.attention_norm", "h.{i}.ln_1"),
         ("blocks.{i}.feedforward_norm", "h.{i}.ln_2"),
     ]
-    rows += layer_norms(norms)
+    rules += layer_norms(norms)
     for which, ours in enumerate(("query", "key", "value")):
-        rows.append(TensorRule(f"blocks.{{i}}.attention.{ours}.kernel", "h.{i}.attn.c_attn.weight", third(which)))
-        rows.append(TensorRule(f"blocks.{{i}}.attention.{ours}.bias", "h.{i}.attn.c_attn.bias", third(which)))
+        rules.append(TensorRule(f"blocks.{{i}}.attention.{ours}.kernel", "h.{i}.attn.c_attn.weight", fused_part(which)))
+        rules.append(TensorRule(f"blocks.{{i}}.attention.{ours}.bias", "h.{i}.attn.c_attn.bias", fused_part(which)))
+    # (heads · size, width) → (heads, size, width)
     heads = lambda x, config: x.reshape(-1, config.head_dim, x.shape[-1])  # noqa: E731
-    rows.append(TensorRule("blocks.{i}.attention.out.kernel", "h.{i}.attn.c_proj.weight", heads))
-    rows.append(TensorRule("blocks.{i}.attention.out.bias", "h.{i}.attn.c_proj.bias"))
+    rules.append(TensorRule("blocks.{i}.attention.out.kernel", "h.{i}.attn.c_proj.weight", heads))
+    rules.append(TensorRule("blocks.{i}.attention.out.bias", "h.{i}.attn.c_proj.bias"))
     for ours, theirs in (("up", "c_fc"), ("down", "c_proj")):
-        rows.append(TensorRule(f"blocks.{{i}}.feedforward.{ours}.kernel", f"h.{{i}}.mlp.{theirs}.weight"))
-        rows.append(TensorRule(f"blocks.{{i}}.feedforward.{ours}.bias", f"h.{{i}}.mlp.{theirs}.bias"))
-    return rows
+        rules.append(TensorRule(f"blocks.{{i}}.feedforward.{ours}.kernel", f"h.{{i}}.mlp.{theirs}.weight"))
+        rules.append(TensorRule(f"blocks.{{i}}.feedforward.{ours}.bias", f"h.{{i}}.mlp.{theirs}.bias"))
+    return rules
 
 
 def layer_norms(names: list[tuple[str, str]]) -> list[TensorRule]:
+    """The rules for the scale and bias of norms; `names` holds pairs of (our name, their name)."""
     return [
         TensorRule(f"{ours}.{mine}", f"{theirs}.{their}")
         for ours, theirs in names
@@ -281,7 +298,7 @@ def layer_norms(names: list[tuple[str, str]]) -> list[TensorRule]:
     ]
 
 
-# GPT-NeoX and Pythia: part of each head is turned; attention and feed-forward side by side.
+# GPT-NeoX and Pythia: rotary positions on part of each head; attention and feed-forward in parallel.
 
 
 def neox_fields(c: Fields) -> Fields:
@@ -297,94 +314,95 @@ def neox_fields(c: Fields) -> Fields:
     }  # fmt: skip
 
 
-def of_each_head(which: int):
-    """Queries, keys or values, which stand together head by head: (heads · 3 · size, width) → (width, heads, size)."""
+def fused_part_by_head(which: int) -> Transform:
+    """Query (0), key (1) or value (2), fused head by head: (heads · 3 · size, width) → (width, heads, size)."""
 
-    def turn(x: np.ndarray, config: ModelConfig) -> np.ndarray:
+    def transform(x: np.ndarray, config: ModelConfig) -> np.ndarray:
         part = x.reshape(config.heads, 3, config.head_dim, *x.shape[1:])[:, which]
         return np.moveaxis(part, -1, 0) if x.ndim == 2 else part
 
-    return turn
+    return transform
 
 
-def neox_rows(c: Fields) -> list[TensorRule]:
+def neox_rules(c: Fields) -> list[TensorRule]:
     layer = "layers.{i}."
-    rows = [TensorRule("embedding.table", "embed_in.weight"), TensorRule("embedding.output", "embed_out.weight")]
-    rows += layer_norms([
+    rules = [TensorRule("embedding.table", "embed_in.weight"), TensorRule("embedding.output", "embed_out.weight")]
+    rules += layer_norms([
         ("final_norm", "final_layer_norm"), ("blocks.{i}.attention_norm", f"{layer}input_layernorm"),
         ("blocks.{i}.feedforward_norm", f"{layer}post_attention_layernorm"),
     ])  # fmt: skip
     for which, ours in enumerate(("query", "key", "value")):
         for part in ("kernel", "bias"):
             theirs = f"{layer}attention.query_key_value.{'weight' if part == 'kernel' else 'bias'}"
-            rows.append(TensorRule(f"blocks.{{i}}.attention.{ours}.{part}", theirs, of_each_head(which)))
-    rows.append(TensorRule("blocks.{i}.attention.out.kernel", f"{layer}attention.dense.weight", from_heads))
-    rows.append(TensorRule("blocks.{i}.attention.out.bias", f"{layer}attention.dense.bias"))
+            rules.append(TensorRule(f"blocks.{{i}}.attention.{ours}.{part}", theirs, fused_part_by_head(which)))
+    rules.append(TensorRule("blocks.{i}.attention.out.kernel", f"{layer}attention.dense.weight", from_heads))
+    rules.append(TensorRule("blocks.{i}.attention.out.bias", f"{layer}attention.dense.bias"))
     for ours, theirs in (("up", "dense_h_to_4h"), ("down", "dense_4h_to_h")):
-        rows.append(TensorRule(f"blocks.{{i}}.feedforward.{ours}.kernel", f"{layer}mlp.{theirs}.weight", transposed))
-        rows.append(TensorRule(f"blocks.{{i}}.feedforward.{ours}.bias", f"{layer}mlp.{theirs}.bias"))
-    return rows
+        rules.append(TensorRule(f"blocks.{{i}}.feedforward.{ours}.kernel", f"{layer}mlp.{theirs}.weight", transposed))
+        rules.append(TensorRule(f"blocks.{{i}}.feedforward.{ours}.bias", f"{layer}mlp.{theirs}.bias"))
+    return rules
 
 
-# OPT: learned positions that begin at the third row.
+# OPT: learned positions, whose table begins with two unused entries.
 
 
 def opt_fields(c: Fields) -> Fields:
     if c.get("word_embed_proj_dim", c["hidden_size"]) != c["hidden_size"]:
         raise InputError(
-            f"word_embed_proj_dim={c['word_embed_proj_dim']} is not hidden_size={c['hidden_size']}: projected "
-            "embeddings cannot be expressed here"
+            f"word_embed_proj_dim={c['word_embed_proj_dim']} differs from hidden_size={c['hidden_size']}: "
+            "projected embeddings are not supported"
         )
-    before = c.get("do_layer_norm_before", True)
+    norm_first = c.get("do_layer_norm_before", True)
     return {
         "vocab_size": c["vocab_size"], "layers": c["num_hidden_layers"], "width": c["hidden_size"],
         "heads": c["num_attention_heads"], "feedforward": c["ffn_dim"], "positions": "learned",
-        "max_positions": c["max_position_embeddings"], "norm_placement": "before" if before else "after",
-        "final_norm": before and not c.get("_remove_final_layer_norm", False), "bias": c.get("enable_bias", True),
+        "max_positions": c["max_position_embeddings"], "norm_placement": "before" if norm_first else "after",
+        "final_norm": norm_first and not c.get("_remove_final_layer_norm", False), "bias": c.get("enable_bias", True),
         "activation": activation(c, "activation_function"), "scale_embedding": False,
         "tied_output": c.get("tie_word_embeddings", True),
     }  # fmt: skip
 
 
-def opt_rows(c: Fields) -> list[TensorRule]:
+def opt_rules(c: Fields) -> list[TensorRule]:
     layer = "layers.{i}."
-    rows = [TensorRule("embedding.table", "embed_tokens.weight"), TensorRule("embedding.output", "lm_head.weight"),
+    rules = [TensorRule("embedding.table", "embed_tokens.weight"), TensorRule("embedding.output", "lm_head.weight"),
             TensorRule("positions", "embed_positions.weight", lambda x, config: x[2:])]  # fmt: skip
-    rows += layer_norms([
+    rules += layer_norms([
         ("final_norm", "final_layer_norm"), ("blocks.{i}.attention_norm", f"{layer}self_attn_layer_norm"),
         ("blocks.{i}.feedforward_norm", f"{layer}final_layer_norm"),
     ])  # fmt: skip
-    return rows + attention_rows("attention", f"{layer}self_attn") + feedforward_rows(layer)
+    return rules + attention_rules("attention", f"{layer}self_attn") + feedforward_rules(layer)
 
 
-def attention_rows(ours: str, theirs: str, blocks: str = "blocks") -> list[TensorRule]:
-    """Projections of attention as OPT, BART and Marian name them."""
-    rows = []
+def attention_rules(ours: str, theirs: str, blocks: str = "blocks") -> list[TensorRule]:
+    """The projections of attention, with the names of OPT, BART and Marian."""
+    rules = []
     for mine, their in ATTENTION:
-        rows.append(TensorRule(f"{blocks}.{{i}}.{ours}.{mine}.kernel", f"{theirs}.{their}.weight", to_heads))
-        rows.append(TensorRule(f"{blocks}.{{i}}.{ours}.{mine}.bias", f"{theirs}.{their}.bias", bias_to_heads))
-    rows.append(TensorRule(f"{blocks}.{{i}}.{ours}.out.kernel", f"{theirs}.out_proj.weight", from_heads))
-    return [*rows, TensorRule(f"{blocks}.{{i}}.{ours}.out.bias", f"{theirs}.out_proj.bias")]
+        rules.append(TensorRule(f"{blocks}.{{i}}.{ours}.{mine}.kernel", f"{theirs}.{their}.weight", to_heads))
+        rules.append(TensorRule(f"{blocks}.{{i}}.{ours}.{mine}.bias", f"{theirs}.{their}.bias", bias_to_heads))
+    rules.append(TensorRule(f"{blocks}.{{i}}.{ours}.out.kernel", f"{theirs}.out_proj.weight", from_heads))
+    return [*rules, TensorRule(f"{blocks}.{{i}}.{ours}.out.bias", f"{theirs}.out_proj.bias")]
 
 
-def feedforward_rows(layer: str, blocks: str = "blocks") -> list[TensorRule]:
-    rows = []
+def feedforward_rules(layer: str, blocks: str = "blocks") -> list[TensorRule]:
+    """The feed-forward matrices, with the names of OPT, BART and Marian."""
+    rules = []
     for ours, theirs in (("up", "fc1"), ("down", "fc2")):
-        rows.append(TensorRule(f"{blocks}.{{i}}.feedforward.{ours}.kernel", f"{layer}{theirs}.weight", transposed))
-        rows.append(TensorRule(f"{blocks}.{{i}}.feedforward.{ours}.bias", f"{layer}{theirs}.bias"))
-    return rows
+        rules.append(TensorRule(f"{blocks}.{{i}}.feedforward.{ours}.kernel", f"{layer}{theirs}.weight", transposed))
+        rules.append(TensorRule(f"{blocks}.{{i}}.feedforward.{ours}.bias", f"{layer}{theirs}.bias"))
+    return rules
 
 
-# Encoder-decoders: BART and mBART (learned positions), Marian (sinusoids).
+# Encoder-decoder models: BART and mBART (learned positions), Marian (sinusoidal positions).
 
 
 def seq2seq_fields(c: Fields) -> Fields:
-    unlike = [
-        f"encoder_{name}={c[f'encoder_{name}']} is not decoder_{name}={c[f'decoder_{name}']}"
+    differences = [
+        f"encoder_{name}={c[f'encoder_{name}']} differs from decoder_{name}={c[f'decoder_{name}']}"
         for name in ("attention_heads", "ffn_dim")
         if c[f"encoder_{name}"] != c[f"decoder_{name}"]
     ]
-    raise_all("encoder and decoder must be alike here:", unlike)
+    raise_all("encoder and decoder must have equal sizes:", differences)
     source, target = c["vocab_size"], c.get("decoder_vocab_size") or c["vocab_size"]
     return {
         "vocab_size": target, "source_vocab_size": source, "layers": c["decoder_layers"],
@@ -397,7 +415,7 @@ def seq2seq_fields(c: Fields) -> Fields:
 
 def marian_fields(c: Fields) -> Fields:
     if not c.get("static_position_embeddings", True):
-        raise InputError("static_position_embeddings=False cannot be expressed here")
+        raise InputError("static_position_embeddings=False is not supported")
     return seq2seq_fields(c) | {"positions": "sinusoidal_open"}
 
 
@@ -410,50 +428,50 @@ def mbart_fields(c: Fields) -> Fields:
     return bart_fields(c) | {"norm_placement": "before", "final_norm": True}
 
 
-def seq2seq_rows(c: Fields) -> list[TensorRule]:
+def seq2seq_rules(c: Fields) -> list[TensorRule]:
     shared = c.get("share_encoder_decoder_embeddings", True)
-    rows = [
+    rules = [
         TensorRule("embedding.table", "shared.weight" if shared else "decoder.embed_tokens.weight"),
         TensorRule("encoder.embedding.table", "encoder.embed_tokens.weight"),
         TensorRule("embedding.bias", "final_logits_bias", lambda x, config: x[0]),
     ]
-    return rows + stack_rows()
+    return rules + stack_rules()
 
 
-def stack_rows() -> list[TensorRule]:
-    """All but the embeddings of encoder and decoder, as BART and Marian name them, and fairseq before them."""
-    rows = []
+def stack_rules() -> list[TensorRule]:
+    """Encoder and decoder without their embeddings, with the names of fairseq, BART and Marian."""
+    rules = []
     for ours, theirs, blocks in (("", "decoder.", "blocks"), ("encoder.", "encoder.", "encoder.blocks")):
         layer = f"{theirs}layers.{{i}}."
-        rows.append(TensorRule(f"{ours}positions", f"{theirs}embed_positions.weight", lambda x, config: x[2:]))
-        rows += layer_norms([
+        rules.append(TensorRule(f"{ours}positions", f"{theirs}embed_positions.weight", lambda x, config: x[2:]))
+        rules += layer_norms([
             (f"{ours}embedding_norm", f"{theirs}layernorm_embedding"), (f"{ours}final_norm", f"{theirs}layer_norm"),
             (f"{blocks}.{{i}}.attention_norm", f"{layer}self_attn_layer_norm"),
             (f"{blocks}.{{i}}.cross_norm", f"{layer}encoder_attn_layer_norm"),
             (f"{blocks}.{{i}}.feedforward_norm", f"{layer}final_layer_norm"),
         ])  # fmt: skip
-        rows += attention_rows("attention", f"{layer}self_attn", blocks)
-        rows += attention_rows("cross", f"{layer}encoder_attn", blocks)
-        rows += feedforward_rows(layer, blocks)
-    return rows
+        rules += attention_rules("attention", f"{layer}self_attn", blocks)
+        rules += attention_rules("cross", f"{layer}encoder_attn", blocks)
+        rules += feedforward_rules(layer, blocks)
+    return rules
 
 
-_TWICE = (r"(encoder|decoder)\.embed_tokens\.weight", r"shared\.weight", r"lm_head\.weight")  # what was tied
+_TIED = (r"(encoder|decoder)\.embed_tokens\.weight", r"shared\.weight", r"lm_head\.weight")  # copies of tied weights
 _SINUSOIDS = (r"(encoder|decoder)\.embed_positions\.weight",)
 
 FAMILIES = {
-    "llama": Family(mixed_biases, llama_rows, ("model.",), (r".*rotary_emb\.inv_freq",)),
-    "mistral": Family(mixed_biases, llama_rows, ("model.",), (r".*rotary_emb\.inv_freq",)),
-    "qwen2": Family(qwen2_fields, llama_rows, ("model.",)),
-    "qwen3": Family(qwen3_fields, llama_rows, ("model.",)),
-    "gemma3_text": Family(gemma3_fields, gemma3_rows, ("model.",)),
-    "gpt2": Family(gpt2_fields, gpt2_rows, ("transformer.",), (r"h\.\d+\.attn\.(masked_)?bias",)),
-    "gpt_neox": Family(neox_fields, neox_rows, ("gpt_neox.",),
+    "llama": Family(uniform_bias_fields, llama_rules, ("model.",), (r".*rotary_emb\.inv_freq",)),
+    "mistral": Family(uniform_bias_fields, llama_rules, ("model.",), (r".*rotary_emb\.inv_freq",)),
+    "qwen2": Family(qwen2_fields, llama_rules, ("model.",)),
+    "qwen3": Family(qwen3_fields, llama_rules, ("model.",)),
+    "gemma3_text": Family(gemma3_fields, gemma3_rules, ("model.",)),
+    "gpt2": Family(gpt2_fields, gpt2_rules, ("transformer.",), (r"h\.\d+\.attn\.(masked_)?bias",)),
+    "gpt_neox": Family(neox_fields, neox_rules, ("gpt_neox.",),
                        (r".*attention\.(masked_)?bias", r".*rotary_emb\.inv_freq")),
-    "opt": Family(opt_fields, opt_rows, ("model.decoder.", "decoder.")),
-    "marian": Family(marian_fields, seq2seq_rows, ("model.",), _TWICE + _SINUSOIDS),
-    "bart": Family(bart_fields, seq2seq_rows, ("model.",), _TWICE),
-    "mbart": Family(mbart_fields, seq2seq_rows, ("model.",), _TWICE),
+    "opt": Family(opt_fields, opt_rules, ("model.decoder.", "decoder.")),
+    "marian": Family(marian_fields, seq2seq_rules, ("model.",), _TIED + _SINUSOIDS),
+    "bart": Family(bart_fields, seq2seq_rules, ("model.",), _TIED),
+    "mbart": Family(mbart_fields, seq2seq_rules, ("model.",), _TIED),
 }  # fmt: skip
 
 _RELATIVE = "it adds relative position biases to the attention logits, which no feature map of linear attention has"

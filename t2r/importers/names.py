@@ -1,4 +1,4 @@
-"""Tables of names: which of their tensors is which of ours, and how it is turned."""
+"""Rules that map the tensors of another library to ours: two names, and how the array is transformed."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -10,15 +10,15 @@ from t2r.errors import raise_all
 from t2r.model.config import ModelConfig
 from t2r.model.parameters import abstract_model, arrays_of
 
-Turn = Callable[[np.ndarray, ModelConfig], np.ndarray]
+Transform = Callable[[np.ndarray, ModelConfig], np.ndarray]
 
 
 class TensorRule(NamedTuple):
-    """`{i}` stands for the layer in both names."""
+    """Our array `ours` is the other library's tensor `theirs`, transformed; `{i}` in a name is the layer's index."""
 
     ours: str
     theirs: str
-    turn: Turn = lambda x, config: x
+    transform: Transform = lambda x, config: x
 
 
 def transposed(x: np.ndarray, config: ModelConfig) -> np.ndarray:
@@ -32,6 +32,7 @@ def to_heads(x: np.ndarray, config: ModelConfig) -> np.ndarray:
 
 
 def bias_to_heads(x: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """(heads · size) → (heads, size)."""
     return x.reshape(-1, config.head_dim)
 
 
@@ -41,35 +42,38 @@ def from_heads(x: np.ndarray, config: ModelConfig) -> np.ndarray:
 
 
 def load(
-    config: ModelConfig, rows: Iterable[TensorRule], tensors: Mapping[str, np.ndarray], *, ignore: Iterable[str] = ()
+    config: ModelConfig, rules: Iterable[TensorRule], tensors: Mapping[str, np.ndarray], *, ignore: Iterable[str] = ()
 ) -> dict[str, np.ndarray]:
-    """All arrays of a model, in float32. What is missing, unknown or misshapen is one error that lists it all."""
+    """All arrays of a model, in float32. One error lists all tensors that are missing, unknown or of the wrong shape.
+
+    Tensors that match a pattern of `ignore` may be left over.
+    """
     expected = {name: array.shape for name, array in arrays_of(abstract_model(config)).items()}
     layers = max(config.layers, config.encoder_layers)
     expanded = [
-        TensorRule(row.ours.replace("{i}", str(i)), row.theirs.replace("{i}", str(i)), row.turn)
-        for row in rows
-        for i in (range(layers) if "{i}" in row.ours else [0])
+        TensorRule(rule.ours.replace("{i}", str(i)), rule.theirs.replace("{i}", str(i)), rule.transform)
+        for rule in rules
+        for i in (range(layers) if "{i}" in rule.ours else [0])
     ]
-    wanted = {row.ours: row for row in expanded if row.ours in expected}
-    problems = [f"{row.theirs} is missing" for row in wanted.values() if row.theirs not in tensors]
-    problems += [f"nothing is known to be {name}" for name in sorted(expected.keys() - wanted.keys())]
-    used = {row.theirs for row in wanted.values()}
+    needed = {rule.ours: rule for rule in expanded if rule.ours in expected}
+    problems = [f"{rule.theirs} is missing" for rule in needed.values() if rule.theirs not in tensors]
+    problems += [f"no tensor corresponds to our {name}" for name in sorted(expected.keys() - needed.keys())]
+    used = {rule.theirs for rule in needed.values()}
     unknown = [name for name in tensors if name not in used and not any(re.fullmatch(p, name) for p in ignore)]
     problems += [f"{name} is unknown" for name in sorted(unknown)]
     arrays = {}
     if not problems:
-        for name, row in wanted.items():
+        for name, rule in needed.items():
             try:
-                found = row.turn(np.asarray(tensors[row.theirs], np.float32), config)
+                array = rule.transform(np.asarray(tensors[rule.theirs], np.float32), config)
             except ValueError as error:
-                problems.append(f"{row.theirs} has shape {tensors[row.theirs].shape}: {error}")
+                problems.append(f"{rule.theirs} has shape {tensors[rule.theirs].shape}: {error}")
                 continue
-            if found.shape != expected[name]:
-                shape = tensors[row.theirs].shape
+            if array.shape != expected[name]:
+                shape = tensors[rule.theirs].shape
                 problems.append(
-                    f"{row.theirs} has shape {shape}, which makes {found.shape}; {expected[name]} is needed"
+                    f"{rule.theirs} has shape {shape}, which becomes {array.shape}; {expected[name]} is needed"
                 )
-            arrays[name] = np.ascontiguousarray(found, np.float32)
-    raise_all("the weights do not fit the config:", problems)
+            arrays[name] = np.ascontiguousarray(array, np.float32)
+    raise_all("the weights do not match the config:", problems)
     return arrays

@@ -1,4 +1,4 @@
-"""A model of another library → a model directory: which library a source is of, and what to do with it."""
+"""Imports a model of another library, Hugging Face or fairseq, into a model directory."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,13 +14,13 @@ from t2r.store.model_dir import LoadedModel
 
 
 class Imported(NamedTuple):
-    """A model of another library, in this one's terms."""
+    """A model of another library, converted to this one's config, arrays and tokenizer."""
 
     config: ModelConfig
     arrays: Arrays
     tokenizer: Tokenizer | TokenizerPair
     family: str  # "llama", "fairseq transformer_lm"
-    architecture: Any  # the library's own name for it
+    architecture: Any  # the name in the original library
 
 
 def import_model(
@@ -30,44 +30,48 @@ def import_model(
     source_language: str | None = None,
     target_language: str | None = None,
 ) -> dict[str, Any]:
-    """Writes a model directory from a Hugging Face directory or a fairseq checkpoint; returns what it is."""
+    """Writes a model directory from a Hugging Face directory or a fairseq checkpoint; returns a summary."""
     source, output = Path(source), Path(output)
     if output.exists():
         raise InputError(f"--output={output} exists already: choose another or remove it")
-    found = read_source(source, tokenizers.Languages(source_language, target_language))
+    imported = read_source(source, tokenizers.Languages(source_language, target_language))
     entry = {
         "action": "import",
         "source": str(source),
-        "architecture": found.architecture,
+        "architecture": imported.architecture,
         "environment": environment.describe(),
     }
-    model = with_arrays(abstract_model(found.config), found.arrays)
-    model_dir.save(output, LoadedModel(model, found.tokenizer, {"history": [entry]}))
+    model = with_arrays(abstract_model(imported.config), imported.arrays)
+    model_dir.save(output, LoadedModel(model, imported.tokenizer, {"history": [entry]}))
     return {
         "model": str(output),
-        "family": found.family,
-        "parameters": parameter_count(found.arrays),
-        "layers": found.config.layers,
-        "tokenizer": getattr(found.tokenizer, "target", found.tokenizer).kind,
+        "family": imported.family,
+        "parameters": parameter_count(imported.arrays),
+        "layers": imported.config.layers,
+        "tokenizer": getattr(imported.tokenizer, "target", imported.tokenizer).kind,
     }
 
 
 def read_source(source: Path, languages: tokenizers.Languages = tokenizers.Languages()) -> Imported:
-    """A directory with a config.json is Hugging Face's, one with a .pt file fairseq's."""
+    """Reads a Hugging Face directory (it has a config.json) or a fairseq checkpoint (a .pt file)."""
     if (source / "config.json").exists():
         return _hugging_face(source, languages)
     checkpoint = fairseq.find(source)
     if checkpoint is None:
-        raise InputError(f"no {source / 'config.json'} (Hugging Face), and no .pt file (fairseq): nothing to import")
+        raise InputError(
+            f"{source} has neither a config.json (Hugging Face) nor a .pt file (fairseq): there is nothing to import"
+        )
     if any(languages):
-        raise InputError("fairseq checkpoints name their languages: leave --source_language and --target_language out")
+        raise InputError(
+            "a fairseq checkpoint names its languages itself: leave out --source_language and --target_language"
+        )
     return _fairseq(checkpoint)
 
 
 def _hugging_face(source: Path, languages: tokenizers.Languages) -> Imported:
-    config, arrays, theirs = hugging_face.load_checkpoint(source)
-    tokenizer = tokenizers.find_tokenizer(source, theirs, translates=bool(config.encoder_layers), chosen=languages)
-    return Imported(config, arrays, tokenizer, theirs["model_type"], theirs.get("architectures"))
+    config, arrays, original = hugging_face.load_checkpoint(source)
+    tokenizer = tokenizers.find_tokenizer(source, original, translates=bool(config.encoder_layers), chosen=languages)
+    return Imported(config, arrays, tokenizer, original["model_type"], original.get("architectures"))
 
 
 def _fairseq(checkpoint: Path) -> Imported:

@@ -1,10 +1,8 @@
-"""The tokenizers that lie beside imported weights."""
+"""Reads the tokenizer files beside imported weights."""
 
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from tokenizers import Tokenizer as Tokens
 
 from t2r.console import say
 from t2r.data.tokenizer import (
@@ -18,11 +16,12 @@ from t2r.data.tokenizer import (
     languages,
 )
 from t2r.errors import InputError, raise_all
+from t2r.extras import require
 from t2r.model.config import ModelConfig
 
 
 class Languages(NamedTuple):
-    """Those that a model of many is to translate from and into, such as `en_XX`; None: as its own files say."""
+    """The languages a multilingual model translates from and into, such as `en_XX`; None: as its own files say."""
 
     source: str | None = None
     target: str | None = None
@@ -31,10 +30,10 @@ class Languages(NamedTuple):
 def find_tokenizer(
     folder: Path, config: dict[str, Any], *, translates: bool, chosen: Languages = Languages()
 ) -> Tokenizer | TokenizerPair:
-    """A directory's tokenizer, of whichever kind; for a translation model, both."""
+    """The tokenizer of a Hugging Face directory; for a translation model, those of source and target."""
     is_hub = not (folder / "source.spm").exists() and translates
     if any(chosen) and not is_hub:
-        raise InputError(f"{folder} is no model of many languages: leave --source_language and --target_language out")
+        raise InputError(f"{folder} is not a multilingual model: leave out --source_language and --target_language")
     if (folder / "source.spm").exists():
         return marian(folder)
     if not (folder / "tokenizer.json").exists() and (folder / "tokenizer.model").exists() and not translates:
@@ -44,99 +43,101 @@ def find_tokenizer(
 
 
 def hub(folder: Path, config: dict[str, Any], chosen: Languages | None = None) -> Hub:
-    """tokenizer.json, or the two files that GPT-2 had before there was one; if it translates, with the languages."""
+    """Reads tokenizer.json, or GPT-2's older vocab.json and merges.txt; `chosen` is for translation models."""
     if (folder / "tokenizer.json").exists():
         content = (folder / "tokenizer.json").read_text("utf-8")
     elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-        from tokenizers.implementations import ByteLevelBPETokenizer
+        implementations = require("tokenizers.implementations", "hub")
 
-        content = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt")).to_str()
+        content = implementations.ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt")).to_str()
     else:
         files = "tokenizer.json, tokenizer.model, or vocab.json and merges.txt"
         raise InputError(f"no tokenizer in {folder}: expected {files}")
     ids = {**config, **_json(folder / "generation_config.json")}
     stops = ids.get("eos_token_id")
     stops = stops if isinstance(stops, list) else [-1 if stops is None else stops]
-    # Some put a beginning before every text, which others know of and never use.
-    tokens = Tokens.from_str(content)
+    # Some tokenizers put bos_token_id before every document; others define it and never use it.
+    tokens = require("tokenizers", "hub").Tokenizer.from_str(content)
     begin = ids.get("bos_token_id")
     begin = begin if tokens.encode("a").ids[:1] == [begin] else None
     if chosen is None:
         return Hub(content, begin, stops[0], None, stops[1:])
     start, second = ids.get("decoder_start_token_id"), ids.get("forced_bos_token_id")
-    known = languages(tokens)
-    source, target = _language_ids(known, chosen)
-    if start in known.values():  # it says the language, too
+    available = languages(tokens)
+    source, target = _language_ids(available, chosen)
+    if start in available.values():  # the start token is the language token
         start = start if target is None else target
     elif target is not None:
         second = target
-    elif len(known) > 1 and second is None:
-        say(f"{folder} knows {len(known)} languages; which it translates into, the text decides: or --target_language")
+    elif len(available) > 1 and second is None:
+        say(f"{folder} has {len(available)} languages: without --target_language the model chooses")
     return Hub(content, begin, stops[0], start, stops[1:], second, source)
 
 
-def _language_ids(known: dict[str, int], chosen: Languages) -> tuple[int | None, int | None]:
+def _language_ids(available: dict[str, int], chosen: Languages) -> tuple[int | None, int | None]:
     problems = [
-        f"--{side}_language={name}: {'choose one of ' + ', '.join(known) if known else 'the model names no languages'}"
+        f"--{side}_language={name}: {'choose from ' + ', '.join(available) if available else 'the model has none'}"
         for side, name in zip(chosen._fields, chosen)
-        if name is not None and name not in known
+        if name is not None and name not in available
     ]
     raise_all("no such language:", problems)
-    return known.get(chosen.source), known.get(chosen.target)
+    return available.get(chosen.source), available.get(chosen.target)
 
 
 def marian(folder: Path) -> TokenizerPair:
-    """Two sentencepiece models and a vocabulary, of both languages or of each."""
-    found = _json(folder / "vocab.json")
-    missing = [name for name in ("</s>", "<pad>", "<unk>") if name not in found]
+    """Marian's two sentencepiece models, with one vocabulary for both languages or one for each."""
+    vocabulary = _json(folder / "vocab.json")
+    missing = [name for name in ("</s>", "<pad>", "<unk>") if name not in vocabulary]
     if missing:
         raise InputError(f"{folder / 'vocab.json'} has no {', '.join(missing)}")
-    target = _json(folder / "target_vocab.json") or found
-    sides = Pieces((folder / "source.spm").read_bytes(), found), Pieces((folder / "target.spm").read_bytes(), target)
-    return TokenizerPair(*sides)
+    target = _json(folder / "target_vocab.json") or vocabulary
+    return TokenizerPair(
+        Pieces((folder / "source.spm").read_bytes(), vocabulary), Pieces((folder / "target.spm").read_bytes(), target)
+    )
 
 
 def fairseq(folder: Path, settings: dict[str, Any], config: ModelConfig) -> Tokenizer | TokenizerPair:
-    """fairseq's dictionaries, with the byte-pair codes that may lie beside them."""
+    """fairseq's dictionaries, with the byte-pair codes if there are any beside them."""
     if settings.get("bpe") not in (None, "subword_nmt", "fastbpe"):
-        raise InputError(f"bpe={settings['bpe']!r} cannot be read: subword_nmt and fastbpe can")
-    found = [folder / name for name in ("bpecodes", "code") if (folder / name).exists()]
-    codes = _text(found[0]) if found else None
+        raise InputError(f"bpe={settings['bpe']!r} is not supported: only subword_nmt and fastbpe are")
+    codes_files = [folder / name for name in ("bpecodes", "code") if (folder / name).exists()]
+    codes = _text(codes_files[0]) if codes_files else None
     uses_moses = codes is not None and settings.get("tokenizer") in (None, "moses")
     if not config.encoder_layers:
         words = dictionary(folder / "dict.txt", config.vocab_size)
-        # Language models do not say what language they are of; Moses' rules differ in little but abbreviations.
+        # A language model does not name its language; Moses' rules differ little between languages, mostly in
+        # abbreviations.
         return FairseqSubwords(words, codes, "en" if uses_moses else None) if codes else FairseqWords(words)
     if codes is None:
-        say(f"no bpecodes in {folder}: texts to translate must come in the model's own subwords, spaces between them")
+        say(f"no bpecodes in {folder}: sources must already be the model's subwords, separated by spaces")
     sides = []
     for side, size in (("source", config.source_vocab_size), ("target", config.vocab_size)):
         language = settings.get(f"{side}_lang")
         if not language:
-            raise InputError(f"the checkpoint has no {side}_lang: it does not say which dictionary is which")
+            raise InputError(f"the checkpoint has no {side}_lang, which names its dictionary: it cannot be imported")
         words = dictionary(folder / f"dict.{language}.txt", size)
         sides.append(FairseqSubwords(words, codes, language if uses_moses else None))
     return TokenizerPair(*sides)
 
 
 def dictionary(path: Path, size: int) -> list[str]:
-    """The words of a fairseq dictionary, `word count` a line, after the four that all of them have."""
+    """The words of a fairseq dictionary, one `word count` per line, after the four special ones that all have."""
     words, problems = ["<s>", "<pad>", "</s>", "<unk>"], []
-    known = set(words)
+    unique = set(words)
     for number, line in enumerate(_text(path).removesuffix("\n").split("\n"), 1):
-        # A word may come again, and then replaces the one before it, which keeps its number.
-        again = line.rstrip().endswith(" #fairseq:overwrite")
+        # A word marked as overwrite may repeat an earlier one, which keeps its id.
+        overwrites = line.rstrip().endswith(" #fairseq:overwrite")
         word, _, count = line.rstrip().removesuffix(" #fairseq:overwrite").rpartition(" ")
         if not count.isdigit():
             problems.append(f"line {number} is {line!r}, not a word and its count")
-        elif word in known and not again:
-            problems.append(f"line {number}: {word!r} is there already")
+        elif word in unique and not overwrites:
+            problems.append(f"line {number}: {word!r} is a duplicate")
         words.append(word)
-        known.add(word)
-    raise_all(f"{path} is no fairseq dictionary:", problems[:10])
+        unique.add(word)
+    raise_all(f"{path} is not a fairseq dictionary:", problems[:10])
     if len(words) != size:
         raise InputError(
-            f"{path} has {len(words):,} words, four of all dictionaries included, and the model's embedding {size:,}: "
+            f"{path} has {len(words):,} words, the four special ones included, and the model's embedding {size:,}: "
             "it is the vocabulary of another model"
         )
     return words
@@ -146,7 +147,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except FileNotFoundError:
-        raise InputError(f"no {path}: it belongs beside the checkpoint") from None
+        raise InputError(f"{path} is missing: put it beside the checkpoint") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text: byte {error.start}") from None
 

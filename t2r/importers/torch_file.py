@@ -1,7 +1,7 @@
-"""Checkpoints that torch.save has written, read without torch and without running anything that is in them.
+"""Reads checkpoints of torch.save without torch, and without running code that they contain.
 
-Such a file is a pickle, which may name any function and have it called. Here only the few names that make tensors mean
-what they say. Classes that merely hold data become shells, and every other name is refused.
+Such a file is a pickle, which can name any function and have it called. Here only the few functions that build tensors
+are resolved. Classes that hold data become a `Shell`, and every other name is refused.
 """
 
 import math
@@ -18,12 +18,12 @@ import numpy as np
 
 from t2r.errors import InputError
 
-MAGIC = 0x1950A86A20F9469CFC6C  # what files begin with that are no zip archives
+MAGIC = 0x1950A86A20F9469CFC6C  # the first object of the format before torch 1.6, which is not a zip archive
 TYPES = {
     "Float": np.float32, "Half": np.float16, "BFloat16": ml_dtypes.bfloat16, "Double": np.float64, "Long": np.int64,
     "Int": np.int32, "Short": np.int16, "Char": np.int8, "Byte": np.uint8, "Bool": np.bool_,
 }  # fmt: skip
-# What training leaves in a checkpoint beside tensors: settings, counts, times. None of it is ever called.
+# What a checkpoint holds beside tensors: settings, counts, times. Each becomes a Shell; none is ever called.
 DATA = re.compile(
     r"argparse\.Namespace|(fairseq|omegaconf|numpy|typing|pathlib|datetime)\..+|_codecs\.encode"
     r"|collections\.(defaultdict|Counter|deque)|torch\.(Size|device|dtype|bool|b?float\d+|u?int\d+)"
@@ -32,7 +32,7 @@ DATA = re.compile(
 
 
 class Shell:
-    """Stands for an object of a class that is not known here: keeps what it was made of, and does nothing."""
+    """Replaces an object of an unresolved class: stores its arguments, items and state, and does nothing."""
 
     def __new__(cls, *values: Any, **named: Any):
         shell = super().__new__(cls)
@@ -56,22 +56,22 @@ class Shell:
 
 
 class Storage:
-    """Numbers that one or several tensors look at; found in the file once the pickle is read."""
+    """The flat memory of one or several tensors; it is mapped to the file once the pickle is read."""
 
     def __init__(self, dtype: np.dtype, size: int):
         self.dtype, self.size = dtype, size
-        self.numbers: np.ndarray | None = None
+        self.values: np.ndarray | None = None
 
-    def find(self, content: np.ndarray, offset: int) -> None:
-        """Looks at the file's bytes from an offset on."""
+    def attach(self, content: np.ndarray, offset: int) -> None:
+        """Makes the values a view of the file's bytes from `offset`."""
         end = offset + self.size * self.dtype.itemsize
         if not 0 <= offset <= end <= len(content):
-            raise ValueError(f"it has {len(content):,} bytes and a tensor's numbers would end at {end:,}")
-        self.numbers = content[offset:end].view(self.dtype)
+            raise ValueError(f"the file has {len(content):,} bytes and a tensor would end at byte {end:,}")
+        self.values = content[offset:end].view(self.dtype)
 
 
 class Tensor(NamedTuple):
-    """Which numbers of a storage make up an array."""
+    """An array as a strided view of a storage."""
 
     storage: Storage
     offset: int
@@ -79,17 +79,17 @@ class Tensor(NamedTuple):
     stride: tuple[int, ...]
 
     def array(self) -> np.ndarray:
-        """A view of the file: nothing is read until it is used."""
-        numbers, shape, stride = self.storage.numbers, self.shape, self.stride
+        """The tensor as a read-only view of the file: nothing is read until it is used."""
+        values, shape, stride = self.storage.values, self.shape, self.stride
         if len(shape) != len(stride) or min((*shape, *stride, self.offset), default=0) < 0:
-            raise ValueError(f"shape {shape} and stride {stride} from {self.offset} on make no tensor")
+            raise ValueError(f"shape {shape} and stride {stride} at offset {self.offset} are not a valid tensor")
         if not math.prod(shape):
             return np.zeros(shape, self.storage.dtype)
         last = self.offset + sum((size - 1) * step for size, step in zip(shape, stride))
-        if last >= len(numbers) or math.prod(shape) > len(numbers):
-            raise ValueError(f"shape {shape} and stride {stride} from {self.offset} on exceed {len(numbers)} numbers")
-        steps = [step * numbers.itemsize for step in stride]
-        return np.lib.stride_tricks.as_strided(numbers[self.offset :], shape, steps, writeable=False)
+        if last >= len(values) or math.prod(shape) > len(values):
+            raise ValueError(f"shape {shape} and stride {stride} at offset {self.offset} exceed {len(values)} values")
+        steps = [step * values.itemsize for step in stride]
+        return np.lib.stride_tricks.as_strided(values[self.offset :], shape, steps, writeable=False)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -98,15 +98,15 @@ class _Unpickler(pickle.Unpickler):
         self.storages: dict[str, Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        known: dict[str, Callable] = {
+        resolved: dict[str, Callable] = {
             "collections.OrderedDict": OrderedDict,
             "torch._utils._rebuild_tensor": self._tensor,
             "torch._utils._rebuild_tensor_v2": self._tensor,
             "torch._utils._rebuild_parameter": self._parameter,
         }
         full = f"{module}.{name}"
-        if full in known:
-            return known[full]
+        if full in resolved:
+            return resolved[full]
         storage = re.fullmatch(r"torch\.(?:cuda\.)?(\w+)Storage", full)
         if storage and storage[1] in TYPES:
             return type(name, (Shell,), {"dtype": np.dtype(TYPES[storage[1]])})
@@ -122,7 +122,7 @@ class _Unpickler(pickle.Unpickler):
 
     def _tensor(self, storage: Storage, offset: int, shape: tuple, stride: tuple, *_: Any) -> Tensor:
         if not isinstance(storage, Storage):
-            raise ValueError("a tensor without a storage")
+            raise ValueError("a tensor has no storage")
         return Tensor(storage, int(offset), tuple(map(int, shape)), tuple(map(int, stride)))
 
     def _parameter(self, tensor: Tensor, *_: Any) -> Tensor:
@@ -130,56 +130,58 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read(path: Path) -> Any:
-    """What a checkpoint holds, with every tensor as a `Tensor` and every other object as a `Shell`."""
+    """The content of a checkpoint, with every tensor as a `Tensor` and every other object as a `Shell`."""
     try:
         with path.open("rb") as file:
             is_zip = file.read(4) == b"PK\x03\x04"
             content = np.memmap(path, np.uint8, "r")
             return _read_zip(file, content) if is_zip else _read_legacy(file, content)
     except FileNotFoundError:
-        raise InputError(f"no {path}: give a checkpoint") from None
+        raise InputError(f"{path} does not exist: give a checkpoint") from None
     except InputError as error:
         raise InputError(f"{path} is refused: {error}") from None
-    except Exception as error:  # a pickle of anything may fail in any way
-        raise InputError(f"{path} is no torch checkpoint, or damaged or cut short ({error}): copy it again") from None
+    except Exception as error:  # unpickling arbitrary bytes can raise anything
+        raise InputError(
+            f"{path} is not a torch checkpoint, or damaged or cut short ({error}): copy it again"
+        ) from None
 
 
 def _read_zip(file: BinaryIO, content: np.ndarray) -> Any:
-    """Since torch 1.6: an archive of a pickle and of each storage, uncompressed."""
+    """The format since torch 1.6: a zip archive with a pickle and one uncompressed entry for each storage."""
     with zipfile.ZipFile(file) as archive:
         name = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
         if name is None:
-            raise ValueError("an archive without data.pkl")
+            raise ValueError("the archive has no data.pkl")
         unpickler = _Unpickler(archive.open(name))
-        found = unpickler.load()
+        checkpoint = unpickler.load()
         for key, storage in unpickler.storages.items():
             entry = archive.getinfo(f"{name.removesuffix('data.pkl')}data/{key}")
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size < storage.size * storage.dtype.itemsize:
                 raise ValueError(f"{entry.filename} is compressed or too short")
-            # Before the bytes stands a header of 30, with the lengths of a name and of something more at its end.
+            # A local zip header: 30 bytes, whose last four are the lengths of the name and the extra field after it.
             header = content[entry.header_offset : entry.header_offset + 30].tobytes()
             lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-            storage.find(content, entry.header_offset + 30 + lengths)
-    return found
+            storage.attach(content, entry.header_offset + 30 + lengths)
+    return checkpoint
 
 
 def _read_legacy(file: BinaryIO, content: np.ndarray) -> Any:
-    """Before: five pickles (a number, a version, the system, the object, the storages' keys), then the storages."""
+    """The format before torch 1.6: five pickles (MAGIC, version, system, content, storage keys), then the storages."""
     file.seek(0)
     if _Unpickler(file).load() != MAGIC:
-        raise ValueError("its first number is another")
+        raise ValueError("it does not begin with torch's magic number")
     for _ in ("version", "system"):
         _Unpickler(file).load()
     unpickler = _Unpickler(file)
-    found = unpickler.load()
+    checkpoint = unpickler.load()
     keys, offset = _Unpickler(file).load(), file.tell()
     for key in keys:
         size, storage = int.from_bytes(content[offset : offset + 8].tobytes(), "little"), unpickler.storages[key]
         if size != storage.size:
-            raise ValueError(f"storage {key} has {size:,} numbers, not {storage.size:,}")
-        storage.find(content, offset + 8)
+            raise ValueError(f"storage {key} has {size:,} values, not {storage.size:,}")
+        storage.attach(content, offset + 8)
         offset += 8 + size * storage.dtype.itemsize
-    missing = [key for key, storage in unpickler.storages.items() if storage.numbers is None]
+    missing = [key for key, storage in unpickler.storages.items() if storage.values is None]
     if missing:
         raise ValueError(f"storages {', '.join(map(str, missing))} are missing")
-    return found
+    return checkpoint

@@ -1,7 +1,7 @@
-"""Every kernel: for attention, the loss, layer dropout and decoding. Each equals the plain form that it replaces.
+"""GPU and TPU kernels for attention, the loss, layer dropout and decoding. Each equals the plain JAX code it replaces.
 
-Kernels take and return arrays. Nothing here imports `attention`, `model` or `decode`, which call it; and nothing of
-Pallas is loaded before a kernel is used: callers ask `support` whether a kernel runs here, then `load` it.
+Kernels take and return arrays. Nothing here imports `attention`, `model` or `decode`, which call it. Pallas is imported
+only when a kernel is used: callers first check with `support` that the device has the kernel, then `load` its module.
 """
 
 import functools
@@ -13,7 +13,7 @@ from t2r.console import say
 
 @functools.cache
 def load(name: str) -> ModuleType | None:
-    """The kernels of module `name`; None, after one line that says so, if this version of JAX lacks what they need."""
+    """Imports `t2r.kernels.<name>`; if this version of JAX lacks what it needs, prints one line and returns None."""
     try:
         return importlib.import_module(f"{__name__}.{name}")
     except (ImportError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""A decoding step of linear attention as one kernel: S and z take in a key and a value, and queries read them (Pallas).
+"""One decoding step of linear attention as one kernel: S and z are updated by a key and a value, then queried (Pallas).
 
 The same function as `linear.recurrent` on one token. S is read and written once, in place; plain JAX reads it twice.
 """
@@ -23,34 +23,34 @@ def step(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b g r d"], Float[Array, "b g k d"], Float[Array, "b g k"]]:
-    """The output, in the values' type, and S and z after the token, in float32."""
+    """The output, in the dtype of v, and the new S = S + k vᵀ and z = z + k, in float32."""
     batch, groups, per_group, features = q.shape
     size = v.shape[-1]
 
-    def of_a_text(*shape: int) -> pl.BlockSpec:  # the last two dimensions whole, as a TPU's tiles want them
-        return pl.BlockSpec((None, *shape), lambda text: (text,) + (0,) * len(shape))
+    def one_sequence(*shape: int) -> pl.BlockSpec:  # a TPU's tiles span the last two dimensions, so blocks hold both
+        return pl.BlockSpec((None, *shape), lambda sequence: (sequence,) + (0,) * len(shape))
 
-    column, matrix = of_a_text(groups, features, 1), of_a_text(groups, features, size)
-    out = jax.ShapeDtypeStruct((batch, groups, per_group, size), v.dtype)
-    float32 = [x.astype(jnp.float32) for x in (q, k[..., None], v[:, :, None, :], S, z[..., None])]
-    found, S, z = pl.pallas_call(
+    column, matrix = one_sequence(groups, features, 1), one_sequence(groups, features, size)
+    out_shape = jax.ShapeDtypeStruct((batch, groups, per_group, size), v.dtype)
+    inputs = [x.astype(jnp.float32) for x in (q, k[..., None], v[:, :, None, :], S, z[..., None])]
+    out, S, z = pl.pallas_call(
         functools.partial(_step, normalizer),
         grid=(batch,),
-        in_specs=[of_a_text(groups, per_group, features), column, of_a_text(groups, 1, size), matrix, column],
-        out_specs=[of_a_text(groups, per_group, size), matrix, column],
-        out_shape=[out, *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in float32[3:])],
+        in_specs=[one_sequence(groups, per_group, features), column, one_sequence(groups, 1, size), matrix, column],
+        out_specs=[one_sequence(groups, per_group, size), matrix, column],
+        out_shape=[out_shape, *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in inputs[3:])],
         input_output_aliases={3: 1, 4: 2},
         interpret=interpret,
-    )(*float32)
-    return found, S, z[..., 0]
+    )(*inputs)
+    return out, S, z[..., 0]
 
 
 def _step(normalizer: Normalizer, q, k, v, S, z, out, new_S, new_z) -> None:
     for group in range(q.shape[0]):
-        state, total = S[group] + k[group] * v[group], z[group] + k[group]
-        above, below = _dot(q[group], state), _dot(q[group], total)
-        out[group] = (above / normalizer(below)).astype(out.dtype)
-        new_S[group], new_z[group] = state, total
+        next_S, next_z = S[group] + k[group] * v[group], z[group] + k[group]
+        numerator, denominator = _dot(q[group], next_S), _dot(q[group], next_z)
+        out[group] = (numerator / normalizer(denominator)).astype(out.dtype)
+        new_S[group], new_z[group] = next_S, next_z
 
 
 def _dot(a: Array, b: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What the Pallas kernels of attention share: products of blocks, causal masks, and sharding over devices."""
+"""Helpers of the attention kernels: products of blocks, the causal mask, and running a kernel on sharded arrays."""
 
 from collections.abc import Callable
 
@@ -11,21 +11,22 @@ from t2r.kernels.support import is_one_device
 from t2r.layout import partition_spec
 
 
-def dot(a: Array, b: Array, axis: int = 1, other: int = 0) -> Array:
-    """The product of two matrices over these axes, in float32."""
-    return jax.lax.dot_general(a, b, (((axis,), (other,)), ((), ())), preferred_element_type=jnp.float32)
+def dot(a: Array, b: Array, a_axis: int = 1, b_axis: int = 0) -> Array:
+    """The product of two matrices, summed over axis `a_axis` of a and `b_axis` of b, in float32."""
+    return jax.lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def past(shape: tuple[int, int], row: Array | int = 0, column: Array | int = 0) -> Array:
-    """Where a block of queries from `row` on may see a block of keys from `column` on."""
-    rows, columns = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-    return row + rows >= column + columns
+def causal_mask(shape: tuple[int, int], first_query: Array | int = 0, first_key: Array | int = 0) -> Array:
+    """True where a query may attend to a key; (queries, keys), from these positions on."""
+    queries, keys = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    return first_query + queries >= first_key + keys
 
 
 def on_each_device(kernel: Callable[..., Array], q: Array, k: Array, v: Array, *others: Array) -> Array:
-    """Runs a kernel on each device's own sequences and heads: by itself it would not be divided.
+    """Runs a kernel on each device's own sequences and heads; the compiler cannot shard a kernel.
 
-    It is called with these, and with the numbers of its first sequence and its first key/value head.
+    `kernel(q, k, v, *others, first=(sequence, head))` gets the device's shard of q, k and v, all of `others`, and the
+    global indices of the shard's first sequence and first key/value head.
     """
     if is_one_device():
         return kernel(q, k, v, *others, first=(0, 0))
@@ -33,14 +34,16 @@ def on_each_device(kernel: Callable[..., Array], q: Array, k: Array, v: Array, *
     specs = [
         partition_spec(("batch", None, "heads", None, None)[: x.ndim], x.shape, dict(mesh.shape)) for x in (q, k, v)
     ]
-    by_row, _, by_head = specs[0][:3]
+    batch_axes, _, head_axes = specs[0][:3]
 
-    def here(q: Array, *parts: Array) -> Array:
+    def run_on_shard(q: Array, *rest: Array) -> Array:
         first = [
-            0 if axes is None else jax.lax.axis_index(axes) * q.shape[place]
-            for place, axes in ((0, by_row), (2, by_head))
+            0 if mesh_axes is None else jax.lax.axis_index(mesh_axes) * q.shape[dimension]
+            for dimension, mesh_axes in ((0, batch_axes), (2, head_axes))
         ]
-        return kernel(q, *parts, first=tuple(first))
+        return kernel(q, *rest, first=tuple(first))
 
-    whole = [PartitionSpec()] * len(others)
-    return jax.shard_map(here, in_specs=(*specs, *whole), out_specs=specs[0], check_vma=False)(q, k, v, *others)
+    replicated = [PartitionSpec()] * len(others)
+    return jax.shard_map(run_on_shard, in_specs=(*specs, *replicated), out_specs=specs[0], check_vma=False)(
+        q, k, v, *others
+    )

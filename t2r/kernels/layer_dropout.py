@@ -1,4 +1,4 @@
-"""Layer dropout: a layer that is dropped is not computed, and nothing is written in its place."""
+"""Layer dropout: a dropped layer is not computed, and the memory of its residuals is not filled."""
 
 import functools
 import itertools
@@ -13,24 +13,25 @@ from jaxtyping import Array, Bool
 from t2r.layout import uninitialized
 
 Leaves = list[Array]
-Layer = Callable[[Array, Leaves, Leaves], Array]  # of x, what has gradients, and what has none
+Layer = Callable[[Array, Leaves, Leaves], Array]  # (x, leaves with a gradient, leaves without) → output
 
 
 def run_or_skip(layer: Callable[[Array, Any], Array], keep: Bool[Array, ""], x: Array, others: Any) -> Array:
-    """layer(x, others), or x.
+    """layer(x, others) if `keep`, else x.
 
-    As `jax.lax.cond` does it, with a derivative of its own. JAX's copies the inputs that the backward pass needs, and
-    for a layer that is dropped fills with zeros all that it would need.
+    Equals `jax.lax.cond`, with a derivative of its own. The derivative that JAX makes copies those residuals that are
+    inputs of the layer, and fills all residuals of a dropped layer with zeros.
     """
     leaves, tree = jax.tree.flatten(others)
     is_learned = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
 
-    def of_both(x: Array, learned: Leaves, fixed: Leaves) -> Array:
-        rest = {True: iter(learned), False: iter(fixed)}
-        return layer(x, jax.tree.unflatten(tree, [next(rest[kind]) for kind in is_learned]))
+    def run_layer(x: Array, learned: Leaves, fixed: Leaves) -> Array:
+        remaining = {True: iter(learned), False: iter(fixed)}
+        return layer(x, jax.tree.unflatten(tree, [next(remaining[kind]) for kind in is_learned]))
 
-    learned, fixed = ([leaf for leaf, kind in zip(leaves, is_learned) if kind is wanted] for wanted in (True, False))
-    return _run_or_skip(of_both, keep, x, learned, fixed)
+    learned = [leaf for leaf, kind in zip(leaves, is_learned) if kind]
+    fixed = [leaf for leaf, kind in zip(leaves, is_learned) if not kind]
+    return _run_or_skip(run_layer, keep, x, learned, fixed)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -39,34 +40,40 @@ def _run_or_skip(layer: Layer, keep: Bool[Array, ""], x: Array, learned: Leaves,
 
 
 def _forward(layer: Layer, keep: Array, x: Array, learned: Leaves, fixed: Leaves) -> tuple[Array, tuple]:
-    def linearized(x: Array, learned: Leaves, fixed: Leaves) -> tuple[Array, Callable]:
+    def with_pullback(x: Array, learned: Leaves, fixed: Leaves) -> tuple[Array, Callable]:
         return jax.vjp(lambda x, learned: layer(x, learned, fixed), x, learned)
 
-    traced, (_, back) = jax.make_jaxpr(linearized, return_shape=True)(x, learned, fixed)
-    inputs, needed = traced.jaxpr.invars, traced.jaxpr.outvars[1:]
-    made = [variable not in inputs for variable in needed]
+    # Residuals that are inputs are taken from the inputs; only those that the layer computes go through the condition.
+    traced, (_, pullback) = jax.make_jaxpr(with_pullback, return_shape=True)(x, learned, fixed)
+    input_variables, residual_variables = traced.jaxpr.invars, traced.jaxpr.outvars[1:]
+    is_computed = [variable not in input_variables for variable in residual_variables]
 
-    def run(*given: Array) -> tuple[Array, list[Array]]:
-        out, *needs = jaxpr_as_fun(traced)(*given)
-        return out, list(itertools.compress(needs, made))
+    def run(*inputs: Array) -> tuple[Array, list[Array]]:
+        out, *residuals = jaxpr_as_fun(traced)(*inputs)
+        return out, list(itertools.compress(residuals, is_computed))
 
     def skip(x: Array, *_: Array) -> tuple[Array, list[Array]]:
-        return x, [uninitialized(like.shape, like.dtype) for like in itertools.compress(jax.tree.leaves(back), made)]
+        computed = itertools.compress(jax.tree.leaves(pullback), is_computed)
+        return x, [uninitialized(residual.shape, residual.dtype) for residual in computed]
 
-    given = jax.tree.leaves((x, learned, fixed))
-    out, found = jax.lax.cond(keep, run, skip, *given)
-    rest = iter(found)
-    leaves = [next(rest) if new else given[inputs.index(variable)] for new, variable in zip(made, needed)]
-    return out, (keep, jax.tree.unflatten(jax.tree.structure(back), leaves), learned)
+    inputs = jax.tree.leaves((x, learned, fixed))
+    out, computed = jax.lax.cond(keep, run, skip, *inputs)
+    remaining = iter(computed)
+    residuals = [
+        next(remaining) if new else inputs[input_variables.index(variable)]
+        for new, variable in zip(is_computed, residual_variables)
+    ]
+    return out, (keep, jax.tree.unflatten(jax.tree.structure(pullback), residuals), learned)
 
 
-def _backward(layer: Layer, kept: tuple, gradient: Array) -> tuple:
-    keep, back, learned = kept
+def _backward(layer: Layer, residuals: tuple, gradient: Array) -> tuple:
+    keep, pullback, learned = residuals
 
-    def skip(back: Callable, gradient: Array) -> tuple[Array, Leaves]:
+    def skip(pullback: Callable, gradient: Array) -> tuple[Array, Leaves]:
         return gradient, jax.tree.map(jnp.zeros_like, learned)
 
-    return None, *jax.lax.cond(keep, lambda back, gradient: back(gradient), skip, back, gradient), None
+    run = lambda pullback, gradient: pullback(gradient)  # noqa: E731
+    return None, *jax.lax.cond(keep, run, skip, pullback, gradient), None
 
 
 _run_or_skip.defvjp(_forward, _backward)

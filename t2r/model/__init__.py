@@ -1,1 +1,1 @@
-"""Transformers that carry the attention."""
+"""The transformer models, their configs, parameters and losses."""

@@ -1,7 +1,9 @@
-"""The loss over a large vocabulary: logits exist for some rows at a time, forwards and backwards, and where needed.
+"""Cross-entropy over a large vocabulary, in chunks of tokens: the logits of all tokens never exist at once.
 
-It has a derivative of its own: the one JAX would derive multiplies float32 logits by float32 copies of the tables, and
-computes logits over rare words, or of padding, for tokens that are none of them.
+The gradient is written by hand. The one JAX derives would multiply float32 logits by float32 copies of the tables. It
+would also compute the logits of masked tokens: of padding, or of tokens outside a band of the adaptive softmax.
+
+Axes in shapes and einsums: t tokens, v vocabulary, e width of the vectors.
 """
 
 import functools
@@ -18,277 +20,329 @@ from t2r.kernels import load as load_kernels
 from t2r.kernels.support import has_rare_token_kernels
 from t2r.layout import RULES, uninitialized
 
-# Logits that are held at once: half a gibibyte in float32.
-LOGITS = 2**27
-# Their gradients that are kept for the backward pass: two gibibytes in bfloat16. If there are more, they are made anew.
-KEPT = 2**30
-ALIGNED = 128
+# Logits held at once: half a gibibyte in float32.
+MAX_CHUNK_LOGITS = 2**27
+# Gradients of logits saved for the backward pass: two gibibytes in bfloat16. If there are more, they are recomputed.
+MAX_SAVED_LOGITS = 2**30
+# Sizes are padded to a multiple of this. On others matrix units are several times slower, or arrays are copied first.
+ALIGNMENT = 128
 
 
 class LogitInputs(NamedTuple):
-    """Vectors, and what words' scores are made of: x tableᵀ + bias."""
+    """The operands of the logits x tableᵀ + bias."""
 
     x: Float[Array, "*b e"]
     table: Float[Array, "v e"]
     bias: Float[Array, "v"] | None = None
 
 
-class LossTerms(NamedTuple):
-    """What of the loss is not the target's, and how many tokens to expect."""
+class LossOptions(NamedTuple):
+    """The options of `cross_entropy`, which are known at compile time."""
 
-    smoothing: float = 0.0  # spread evenly over all words
-    taught: float = 0.0  # of all: a teacher's probabilities
-    rare: bool = False  # few tokens are inside: keeping room for all is not worth it
-    kernels: str = "off"  # for these, see `t2r.kernels.rare_tokens`
+    smoothing: float = 0.0
+    teacher_weight: float = 0.0
+    rare: bool = False
+    kernels: str = "off"
 
 
 def cross_entropy(
-    scored: LogitInputs,
+    student: LogitInputs,
     targets: Int[Array, "b n"],
-    inside: Bool[Array, "b n"] | None = None,
+    mask: Bool[Array, "b n"] | None = None,
     smoothing: float = 0.0,
     teacher: LogitInputs | None = None,
-    taught: float = 0.0,
+    teacher_weight: float = 0.0,
     *,
     rare: bool = False,
     kernels: str = "off",
 ) -> Float[Array, "b n"]:
-    """-Σ p log q, q the probabilities of words, and p all on the target, or as `LossTerms` says.
+    """-Σ_v p(v) log q(v) for each token, where q = softmax(x tableᵀ + bias) is the student's distribution.
 
-    With `inside`, only of the tokens where it is True; 0 for the others, which cost nothing.
+    p = (1 − w) · [(1 − s) · onehot(target) + s / vocabulary] + w · p_teacher, with s = `smoothing` and
+    w = `teacher_weight`. Where `mask` is False the loss is 0, and is not computed if that can be avoided.
+    With `rare`, the mask is expected to be True for few tokens: no memory is reserved for the gradients of all
+    logits, and `kernels` may be used (see `t2r.kernels.rare_tokens`).
     """
     mesh = jax.sharding.get_abstract_mesh()
-    sizes = {} if mesh is None or mesh.empty else dict(mesh.shape)
-    ways = math.prod(sizes.get(axis, 1) for axis in RULES["batch"])
-    own = len(targets) % ways == 0  # each device has its own rows
-    # Devices that share rows, or the words of a vocabulary, must go through the same rows: all of them.
-    some = inside is not None and own and all(sizes.get(axis, 1) == 1 for axis in RULES["vocabulary"])
-    inside = jnp.ones(targets.shape, bool) if inside is None else inside
-    loss = functools.partial(_of_rows, some=some, wanted=LossTerms(smoothing, taught, rare, kernels))
-    if ways > 1 and own:
-        rows, whole = PartitionSpec(RULES["batch"]), PartitionSpec()
-        given = LogitInputs(rows, whole, whole)
-        specs = (given, rows, rows, given if teacher else whole)
-        axes = {"in_specs": specs, "out_specs": rows, "axis_names": set(RULES["batch"])}
+    axis_sizes = {} if mesh is None or mesh.empty else dict(mesh.shape)
+    shards = math.prod(axis_sizes.get(axis, 1) for axis in RULES["batch"])
+    batch_divides = len(targets) % shards == 0
+    # Each device may skip its own masked tokens. Devices that share sequences or a vocabulary must loop over the same
+    # chunks, so they compute all tokens.
+    whole_vocabulary = all(axis_sizes.get(axis, 1) == 1 for axis in RULES["vocabulary"])
+    skip_masked = mask is not None and batch_divides and whole_vocabulary
+    mask = jnp.ones(targets.shape, bool) if mask is None else mask
+    options = LossOptions(smoothing, teacher_weight, rare, kernels)
+    loss = functools.partial(_local_cross_entropy, skip_masked=skip_masked, options=options)
+    if shards > 1 and batch_divides:
+        by_batch, replicated = PartitionSpec(RULES["batch"]), PartitionSpec()
+        logit_specs = LogitInputs(by_batch, replicated, replicated)
+        specs = (logit_specs, by_batch, by_batch, logit_specs if teacher else replicated)
+        axes = {"in_specs": specs, "out_specs": by_batch, "axis_names": set(RULES["batch"])}
         loss = jax.shard_map(loss, **axes, check_vma=False)
-    return loss(scored, targets, inside, teacher)
+    return loss(student, targets, mask, teacher)
 
 
-def _of_rows(
-    scored: LogitInputs, targets: Array, inside: Array, teacher: LogitInputs | None, *, some: bool, wanted: LossTerms
+def _local_cross_entropy(
+    student: LogitInputs,
+    targets: Array,
+    mask: Array,
+    teacher: LogitInputs | None,
+    *,
+    skip_masked: bool,
+    options: LossOptions,
 ) -> Array:
-    """The same, on one device; if only `some` tokens are inside, these first and the others not at all."""
-    used = inside.reshape(-1)
-    order = jnp.argsort(~used, stable=True) if some else slice(None)
+    """`cross_entropy` on one device. With `skip_masked`, unmasked tokens are sorted to the front, and only they count.
 
-    def flat(one: LogitInputs | None) -> LogitInputs | None:
-        return one and one._replace(x=one.x.reshape(-1, one.x.shape[-1])[order])
+    Sorting makes the tokens to compute a contiguous range, whose length the loop over chunks may read at run time.
+    """
+    flat_mask = mask.reshape(-1)
+    order = jnp.argsort(~flat_mask, stable=True) if skip_masked else slice(None)
 
-    given, hits, count = flat(scored), targets.reshape(-1)[order], used.sum() if some else None
-    is_plain = scored.bias is None and teacher is None and not wanted.smoothing
-    few = some and wanted.rare and is_plain
-    if few and has_rare_token_kernels(wanted.kernels, given.x) and (kernel := load_kernels("rare_tokens")) is not None:
-        losses = kernel.losses(given.x, given.table, hits, count)
+    def flatten(inputs: LogitInputs | None) -> LogitInputs | None:
+        return inputs and inputs._replace(x=inputs.x.reshape(-1, inputs.x.shape[-1])[order])
+
+    flat, flat_targets = flatten(student), targets.reshape(-1)[order]
+    count = flat_mask.sum() if skip_masked else None
+    is_plain = student.bias is None and teacher is None and not options.smoothing
+    kernel_applies = skip_masked and options.rare and is_plain and has_rare_token_kernels(options.kernels, flat.x)
+    if kernel_applies and (kernel := load_kernels("rare_tokens")) is not None:
+        losses = kernel.losses(flat.x, flat.table, flat_targets, count)
     else:
-        losses = _loss(given, hits, count, flat(teacher), wanted)
-    if some:
+        losses = _token_losses(flat, flat_targets, count, flatten(teacher), options)
+    if skip_masked:
         return jnp.zeros_like(losses).at[order].set(losses, unique_indices=True).reshape(targets.shape)
-    return jnp.where(used, losses, 0).reshape(targets.shape)
+    return jnp.where(flat_mask, losses, 0).reshape(targets.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _loss(scored: LogitInputs, targets: Int[Array, "t"], count, teacher: LogitInputs | None, wanted: LossTerms):
-    """The losses of the first `count` rows, 0 for the rest; None: of all, whose number is known when compiled."""
-    return _forward(scored, targets, count, teacher, wanted)[0]
+def _token_losses(
+    student: LogitInputs,
+    targets: Int[Array, "t"],
+    count: Int[Array, ""] | None,
+    teacher: LogitInputs | None,
+    options: LossOptions,
+) -> Float[Array, "t"]:
+    """The losses of the first `count` tokens, 0 for the rest; None: of all tokens."""
+    return _forward(student, targets, count, teacher, options)[0]
 
 
 def _forward(
-    scored: LogitInputs, targets: Array, count, teacher: LogitInputs | None, wanted: LossTerms, *, keep: bool = False
+    student: LogitInputs,
+    targets: Array,
+    count: Array | None,
+    teacher: LogitInputs | None,
+    options: LossOptions,
+    *,
+    save_errors: bool = False,
 ) -> tuple[Array, tuple]:
-    all_rows = _Rows.of(scored, targets, teacher)
-    sums = _sum_of_logits(scored, all_rows.padded) if wanted.smoothing else None
+    """The losses and the residuals: the inputs, log Σ exp(logits), and with `save_errors` the gradients of logits."""
+    chunks = _Chunks.of(student, targets, teacher)
+    logit_sums = _logit_sums(student, chunks.tokens) if options.smoothing else None
 
-    def chunk(number: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
-        logits, hits, taught = all_rows.cut(number)
-        total = jax.nn.logsumexp(logits, -1, where=_is_word(logits, len(scored.table)))
-        hit = jnp.take_along_axis(logits, hits[:, None], -1)[:, 0]
-        expected = (1 - wanted.smoothing) * hit
-        if wanted.smoothing:
-            expected += wanted.smoothing * all_rows.part(sums, number) / len(scored.table)
-        if taught is not None:
-            expected = (1 - wanted.taught) * expected + wanted.taught * (taught * logits).sum(-1)
-        news = [total - expected, total]
-        if keep:
-            news.append(_error(logits, total, hits, taught, scored.table, wanted).astype(scored.x.dtype))
-        return tuple(all_rows.put(old, new, number) for old, new in zip(found, news))
+    def chunk(index: Array, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
+        logits, chunk_targets, teacher_probs = chunks.compute(index)
+        # loss = log Σ exp(logits) − Σ p·logits
+        log_total = jax.nn.logsumexp(logits, -1, where=_in_vocabulary(logits, len(student.table)))
+        target_logit = jnp.take_along_axis(logits, chunk_targets[:, None], -1)[:, 0]
+        mean_logit = (1 - options.smoothing) * target_logit
+        if options.smoothing:
+            mean_logit += options.smoothing * chunks.read(logit_sums, index) / len(student.table)
+        if teacher_probs is not None:
+            mean_logit = (1 - options.teacher_weight) * mean_logit
+            mean_logit += options.teacher_weight * (teacher_probs * logits).sum(-1)
+        results = [log_total - mean_logit, log_total]
+        if save_errors:
+            error = _logit_gradient(logits, log_total, chunk_targets, teacher_probs, student.table, options)
+            results.append(error.astype(student.x.dtype))
+        return tuple(chunks.write(output, result, index) for output, result in zip(outputs, results))
 
-    used, nothing = all_rows.chunks(count), [jnp.zeros(all_rows.padded, jnp.float32)] * 2
-    if keep:  # gibibytes, which need not be written twice
-        nothing.append(uninitialized((all_rows.padded, len(all_rows.scored.table)), scored.x.dtype))
-    losses, *kept = jax.lax.fori_loop(0, used, chunk, tuple(nothing))
-    if keep and count is not None:
-        kept[1] = jax.lax.fori_loop(used, all_rows.chunks(None), all_rows.put_zeros, kept[1])
-    return _first(losses[: len(targets)], count), (scored, targets, count, teacher, *kept)
-
-
-def _sum_of_logits(scored: LogitInputs, rows: int) -> Float[Array, "t"]:
-    """Over all words, without the logits."""
-    each = scored.table.astype(scored.x.dtype).sum(0, dtype=jnp.float32)
-    found = (scored.x.astype(jnp.float32) * each).sum(-1) + (0 if scored.bias is None else scored.bias.sum())
-    return _pad(found, rows)
+    used, outputs = chunks.chunk_count(count), [jnp.zeros(chunks.tokens, jnp.float32)] * 2
+    if save_errors:  # gibibytes: chunks that are not computed are zeroed below, so that none is written twice
+        outputs.append(uninitialized((chunks.tokens, len(chunks.student.table)), student.x.dtype))
+    losses, *residuals = jax.lax.fori_loop(0, used, chunk, tuple(outputs))
+    if save_errors and count is not None:
+        residuals[1] = jax.lax.fori_loop(used, chunks.chunk_count(None), chunks.write_zeros, residuals[1])
+    return _zero_after(losses[: len(targets)], count), (student, targets, count, teacher, *residuals)
 
 
-def _forward_and_keep(scored: LogitInputs, targets: Array, count, teacher: LogitInputs | None, wanted: LossTerms):
-    fits = len(targets) * len(scored.table) <= KEPT
-    return _forward(scored, targets, count, teacher, wanted, keep=fits and not wanted.rare)
+def _logit_sums(student: LogitInputs, tokens: int) -> Float[Array, "t"]:
+    """Each token's logits summed over the vocabulary, as x · Σ_v table[v] + Σ_v bias[v]; padded to `tokens`."""
+    table_sum = student.table.astype(student.x.dtype).sum(0, dtype=jnp.float32)
+    sums = (student.x.astype(jnp.float32) * table_sum).sum(-1)
+    return _pad(sums + (0 if student.bias is None else student.bias.sum()), tokens)
 
 
-def _error(logits: Array, total: Array, hits: Array, taught: Array | None, table: Array, wanted: LossTerms) -> Array:
-    """The loss's derivative by logits."""
-    is_hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == hits[:, None]
-    target = jnp.where(is_hit, 1 - wanted.smoothing, 0) + wanted.smoothing / len(table)
-    if taught is not None:
-        target = (1 - wanted.taught) * target + wanted.taught * taught
-    return jnp.where(_is_word(logits, len(table)), jnp.exp(logits - total[:, None]) - target, 0)
+def _forward_with_residuals(
+    student: LogitInputs, targets: Array, count: Array | None, teacher: LogitInputs | None, options: LossOptions
+) -> tuple[Array, tuple]:
+    fits = len(targets) * len(student.table) <= MAX_SAVED_LOGITS
+    return _forward(student, targets, count, teacher, options, save_errors=fits and not options.rare)
 
 
-def _backward(wanted: LossTerms, kept: tuple, gradient: Array) -> tuple:
-    scored, targets, count, teacher, totals, *errors = kept
-    all_rows, dtype = _Rows.of(scored, targets, teacher), scored.x.dtype
-    gs = _pad(_first(gradient, count), all_rows.padded)
-    if errors:  # zero beyond `count`, or times a gradient that is: one product of all is quicker than a loop
-        rows, error = all_rows.scored, errors[0]
-        dx = _product("tv,ve->te", error, rows.table) * gs[:, None]
-        dtable = _product("tv,te->ve", error, (rows.x * gs[:, None]).astype(dtype))
-        dbias = None if rows.bias is None else _product("tv,t->v", error, gs.astype(dtype))
-        return _like(LogitInputs(dx, dtable, dbias), scored), None, None, None
+def _logit_gradient(
+    logits: Float[Array, "t v"],
+    log_total: Float[Array, "t"],
+    targets: Int[Array, "t"],
+    teacher_probs: Float[Array, "t v"] | None,
+    table: Array,
+    options: LossOptions,
+) -> Float[Array, "t v"]:
+    """∂loss/∂logits = q − p, zero in the columns that pad the vocabulary."""
+    is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == targets[:, None]
+    p = jnp.where(is_target, 1 - options.smoothing, 0) + options.smoothing / len(table)
+    if teacher_probs is not None:
+        p = (1 - options.teacher_weight) * p + options.teacher_weight * teacher_probs
+    return jnp.where(_in_vocabulary(logits, len(table)), jnp.exp(logits - log_total[:, None]) - p, 0)
 
-    def chunk(number: Array, found: LogitInputs) -> LogitInputs:
-        logits, hits, taught = all_rows.cut(number)
-        error = _error(logits, all_rows.part(totals, number), hits, taught, scored.table, wanted)
-        error *= all_rows.part(gs, number)[:, None]
-        dbias = None if found.bias is None else found.bias + error.sum(0)
+
+def _backward(options: LossOptions, residuals: tuple, gradient: Float[Array, "t"]) -> tuple:
+    student, targets, count, teacher, log_totals, *saved_errors = residuals
+    chunks, dtype = _Chunks.of(student, targets, teacher), student.x.dtype
+    gradient = _pad(_zero_after(gradient, count), chunks.tokens)
+    if saved_errors:  # one product over all tokens is faster than a loop; those after `count` contribute zero
+        inputs, error = chunks.student, saved_errors[0]
+        dx = _product("tv,ve->te", error, inputs.table) * gradient[:, None]
+        dtable = _product("tv,te->ve", error, (inputs.x * gradient[:, None]).astype(dtype))
+        dbias = None if inputs.bias is None else _product("tv,t->v", error, gradient.astype(dtype))
+        return _trim_like(LogitInputs(dx, dtable, dbias), student), None, None, None
+
+    def chunk(index: Array, sums: LogitInputs) -> LogitInputs:
+        logits, chunk_targets, teacher_probs = chunks.compute(index)
+        log_total = chunks.read(log_totals, index)
+        error = _logit_gradient(logits, log_total, chunk_targets, teacher_probs, student.table, options)
+        error *= chunks.read(gradient, index)[:, None]
+        dbias = None if sums.bias is None else sums.bias + error.sum(0)
         error = error.astype(dtype)
-        dx = _product("tv,ve->te", error, all_rows.scored.table).astype(dtype)
-        dtable = _product("tv,te->ve", error, all_rows.part(all_rows.scored.x, number))
-        return LogitInputs(all_rows.put(found.x, dx, number), found.table + dtable, dbias)
+        dx = _product("tv,ve->te", error, chunks.student.table).astype(dtype)
+        dtable = _product("tv,te->ve", error, chunks.read(chunks.student.x, index))
+        return LogitInputs(chunks.write(sums.x, dx, index), sums.table + dtable, dbias)
 
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), all_rows.scored)
-    nothing = nothing._replace(x=jnp.zeros(all_rows.scored.x.shape, dtype))
-    return _like(jax.lax.fori_loop(0, all_rows.chunks(count), chunk, nothing), scored), None, None, None
-
-
-def _like(found: LogitInputs, scored: LogitInputs) -> LogitInputs:
-    return jax.tree.map(lambda new, old: new[: len(old)].astype(old.dtype), found, scored)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), chunks.student)
+    zeros = zeros._replace(x=jnp.zeros(chunks.student.x.shape, dtype))
+    return _trim_like(jax.lax.fori_loop(0, chunks.chunk_count(count), chunk, zeros), student), None, None, None
 
 
-_loss.defvjp(_forward_and_keep, _backward)
+def _trim_like(gradients: LogitInputs, student: LogitInputs) -> LogitInputs:
+    """Gradients without the padding of tokens and vocabulary, in the types of what they are gradients of."""
+    return jax.tree.map(lambda new, old: new[: len(old)].astype(old.dtype), gradients, student)
 
 
-class _Rows(NamedTuple):
-    """All that is known of the rows, filled up to whole chunks of them, and to a round number of words."""
+_token_losses.defvjp(_forward_with_residuals, _backward)
 
-    scored: LogitInputs
+
+class _Chunks(NamedTuple):
+    """The inputs of the loss, with tokens padded to whole chunks and the vocabulary to a multiple of ALIGNMENT."""
+
+    student: LogitInputs
     targets: Int[Array, "t"]
     teacher: LogitInputs | None
-    size: int  # of a chunk
-    words: int
+    size: int  # tokens per chunk
+    vocab_size: int  # without padding
 
     @classmethod
-    def of(cls, scored: LogitInputs, targets: Array, teacher: LogitInputs | None) -> "_Rows":
-        size, padded = _chunks(len(targets), len(scored.table))
+    def of(cls, student: LogitInputs, targets: Array, teacher: LogitInputs | None) -> "_Chunks":
+        size, tokens = _chunk_size(len(targets), len(student.table))
 
-        def fill(one: LogitInputs) -> LogitInputs:
-            bias = None if one.bias is None else _words(one.bias, jnp.float32)
-            return LogitInputs(_pad(one.x, padded), _words(one.table, one.x.dtype), bias)
+        def pad(inputs: LogitInputs) -> LogitInputs:
+            bias = None if inputs.bias is None else _pad_vocabulary(inputs.bias, jnp.float32)
+            return LogitInputs(_pad(inputs.x, tokens), _pad_vocabulary(inputs.table, inputs.x.dtype), bias)
 
-        return cls(fill(scored), _pad(targets, padded), teacher and fill(teacher), size, len(scored.table))
+        return cls(pad(student), _pad(targets, tokens), teacher and pad(teacher), size, len(student.table))
 
     @property
-    def padded(self) -> int:
+    def tokens(self) -> int:
+        """The number of tokens, padding included."""
         return len(self.targets)
 
-    def chunks(self, count: Array | None) -> Array | int:
-        return self.padded // self.size if count is None else -(-count // self.size)
+    def chunk_count(self, tokens: Array | None) -> Array | int:
+        """How many chunks hold the first `tokens` tokens; None: all."""
+        return self.tokens // self.size if tokens is None else -(-tokens // self.size)
 
-    def part(self, x: Array, number: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(x, number * self.size, self.size)
+    def read(self, x: Array, index: Array) -> Array:
+        """Chunk `index` of an array whose first axis is tokens."""
+        return jax.lax.dynamic_slice_in_dim(x, index * self.size, self.size)
 
-    def put(self, x: Array, part: Array, number: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(x, part, number * self.size, 0)
+    def write(self, x: Array, chunk: Array, index: Array) -> Array:
+        """The array with chunk `index` replaced."""
+        return jax.lax.dynamic_update_slice_in_dim(x, chunk, index * self.size, 0)
 
-    def put_zeros(self, number: Array, x: Array) -> Array:
-        return self.put(x, jnp.zeros((self.size, *x.shape[1:]), x.dtype), number)
+    def write_zeros(self, index: Array, x: Array) -> Array:
+        return self.write(x, jnp.zeros((self.size, *x.shape[1:]), x.dtype), index)
 
-    def cut(self, number: Array) -> tuple[Float[Array, "t v"], Int[Array, "t"], Float[Array, "t v"] | None]:
-        """A chunk's logits, targets, and what the teacher would say."""
-        taught = None
+    def compute(self, index: Array) -> tuple[Float[Array, "t v"], Int[Array, "t"], Float[Array, "t v"] | None]:
+        """A chunk's logits, targets and teacher probabilities."""
+        teacher_probs = None
         if self.teacher is not None:
-            logits = self._logits(self.teacher, number)
-            taught = jax.nn.softmax(logits, where=_is_word(logits, self.words))
-        return self._logits(self.scored, number), self.part(self.targets, number), taught
+            logits = self._logits(self.teacher, index)
+            teacher_probs = jax.nn.softmax(logits, where=_in_vocabulary(logits, self.vocab_size))
+        return self._logits(self.student, index), self.read(self.targets, index), teacher_probs
 
-    def _logits(self, scored: LogitInputs, number: Array) -> Float[Array, "t v"]:
-        logits = _product("te,ve->tv", self.part(scored.x, number), scored.table)
-        return logits if scored.bias is None else logits + scored.bias
+    def _logits(self, inputs: LogitInputs, index: Array) -> Float[Array, "t v"]:
+        logits = _product("te,ve->tv", self.read(inputs.x, index), inputs.table)
+        return logits if inputs.bias is None else logits + inputs.bias
 
 
-def distances(
+def teacher_cross_entropy(
     log_probs: Callable[[Array], Array],
     hidden: Float[Array, "b n e"],
     teacher_log_probs: Callable[[Array], Array],
-    wanted: Float[Array, "b n f"],
+    teacher_hidden: Float[Array, "b n f"],
 ) -> Float[Array, "b n"]:
-    """-Σ p log q over the vocabulary, p the teacher's probabilities, however they are computed.
+    """-Σ_v p(v) log q(v) for each token, where p is the teacher's distribution and q the student's.
 
-    Probabilities exist for some places at a time, and are computed again for the backward pass.
+    For distributions that are no single softmax, such as the adaptive one: each is given as a function from hidden
+    vectors to log-probabilities. These exist for a chunk of positions at a time; the backward pass recomputes them.
     """
     batch, length, _ = hidden.shape
-    words = jax.eval_shape(log_probs, hidden[:, :1]).shape[-1]
-    size = min(max(LOGITS // (batch * words), 1), length)
+    vocab_size = jax.eval_shape(log_probs, hidden[:, :1]).shape[-1]
+    size = min(max(MAX_CHUNK_LOGITS // (batch * vocab_size), 1), length)
     count = -(-length // size)
 
-    def cut(x: Array) -> Array:  # (b, n, …) → (pieces, b, size, …)
+    def split(x: Array) -> Array:  # (b, n, …) → (chunks, b, size, …)
         x = jnp.pad(x, [(0, 0), (0, count * size - length), (0, 0)])
         return jnp.moveaxis(x.reshape(batch, count, size, -1), 1, 0)
 
     @jax.checkpoint
-    def piece(rows: tuple[Array, Array]) -> Array:
-        ours, theirs = rows
-        return -(jnp.exp(teacher_log_probs(theirs)) * log_probs(ours)).sum(-1)
+    def chunk(hidden_pair: tuple[Array, Array]) -> Array:
+        student, teacher = hidden_pair
+        return -(jnp.exp(teacher_log_probs(teacher)) * log_probs(student)).sum(-1)
 
-    found = jax.lax.map(piece, (cut(hidden), cut(wanted)))
-    return jnp.moveaxis(found, 0, 1).reshape(batch, count * size)[:, :length]
+    losses = jax.lax.map(chunk, (split(hidden), split(teacher_hidden)))  # (chunks, b, size)
+    return jnp.moveaxis(losses, 0, 1).reshape(batch, count * size)[:, :length]
 
 
-def _chunks(rows: int, words: int) -> tuple[int, int]:
-    """How many rows to take at a time, and rows with those that fill up the last chunk."""
-    chunks = -(-rows // max(LOGITS // words, 1))
-    size = rows if chunks == 1 else _round(-(-rows // chunks))
+def _chunk_size(tokens: int, vocab_size: int) -> tuple[int, int]:
+    """The number of tokens per chunk, and of all tokens with the padding of the last chunk."""
+    chunks = -(-tokens // max(MAX_CHUNK_LOGITS // vocab_size, 1))
+    size = tokens if chunks == 1 else _aligned(-(-tokens // chunks))
     return size, size * chunks
 
 
-def _first(x: Array, count: Array | None) -> Array:
+def _zero_after(x: Float[Array, "t"], count: Array | None) -> Float[Array, "t"]:
+    """x with zeros from token `count` on; None: x."""
     return x if count is None else jnp.where(jnp.arange(len(x)) < count, x, 0)
 
 
-def _words(table: Array, dtype: jnp.dtype) -> Array:
-    """The table with rows of zeros up to a round number."""
-    return _pad(table.astype(dtype), _round(len(table)))
+def _pad_vocabulary(x: Array, dtype: jnp.dtype) -> Array:
+    """A table (v, e) or bias (v,) with zeros up to an aligned vocabulary size."""
+    return _pad(x.astype(dtype), _aligned(len(x)))
 
 
-def _round(size: int) -> int:
-    """Matrix units are several times slower on odd sizes, or arrays are copied to make them even."""
-    return -(-size // ALIGNED) * ALIGNED
+def _aligned(size: int) -> int:
+    """The next multiple of ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _is_word(logits: Array, words: int) -> Array:
-    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) < words
+def _in_vocabulary(logits: Float[Array, "t v"], vocab_size: int) -> Bool[Array, "t v"]:
+    """False in the columns that pad the vocabulary."""
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) < vocab_size
 
 
 def _product(formula: str, a: Array, b: Array) -> Array:
     return jnp.einsum(formula, a, b, preferred_element_type=jnp.float32)
 
 
-def _pad(x: Array, rows: int) -> Array:
-    return jnp.pad(x, [(0, rows - len(x))] + [(0, 0)] * (x.ndim - 1))
+def _pad(x: Array, length: int) -> Array:
+    """x with zeros appended along the first axis, up to `length`."""
+    return jnp.pad(x, [(0, length - len(x))] + [(0, 0)] * (x.ndim - 1))

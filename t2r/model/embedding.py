@@ -1,4 +1,4 @@
-"""From tokens to vectors and back: plain and adaptive embeddings, their output layers, positions."""
+"""Token embeddings and the output layers tied to them, plain and adaptive; sinusoidal positions."""
 
 from typing import Any, NamedTuple
 
@@ -11,19 +11,22 @@ from t2r.dropout import dropout
 from t2r.errors import InputError
 from t2r.layout import constrain
 from t2r.model.config import ModelConfig
-from t2r.model.cross_entropy import LogitInputs, cross_entropy, distances
+from t2r.model.cross_entropy import LogitInputs, cross_entropy, teacher_cross_entropy
 
 
 class TeacherOutputs(NamedTuple):
-    """A teacher's last vectors, what makes words of them, and their share of the loss."""
+    """A teacher's last hidden layer `x`, the embedding that turns it into logits, and its weight in the loss."""
 
     embedding: Any
     x: Float[Array, "b n width"]
-    share: float
+    weight: float
 
 
 class PlainEmbedding(nnx.Module):
-    """One table; its transpose, or one of its own, makes the logits. A `source` has a table and no logits."""
+    """An embedding table; the logits are x tableᵀ, or x outputᵀ if `tied_output` is False.
+
+    With `source` it embeds the source language, and has no output layer.
+    """
 
     def __init__(self, config: ModelConfig, *, source: bool = False, rngs: nnx.Rngs):
         init = nnx.initializers.normal(config.width**-0.5)
@@ -37,18 +40,19 @@ class PlainEmbedding(nnx.Module):
         self.tied = config.tied_output
 
     def embed(self, tokens: Int[Array, "b n"]) -> Float[Array, "b n width"]:
-        # Rows are looked up in whole tables: from one divided by width they would have to be moved afterwards.
+        # The table is gathered along its width before the lookup: otherwise the vectors are resharded after it.
         return constrain(self.table[...], ("vocabulary", None))[tokens].astype(self.dtype)
 
-    def output_table(self) -> Array:
+    def output_table(self) -> Float[Array, "vocab width"]:
+        """The table whose product with a hidden vector is its logits."""
         return (self.table if self.tied else self.output)[...]
 
     def log_probs(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
-        """Logarithms of the probabilities of all tokens, in float32."""
+        """Log-probabilities of the whole vocabulary, in float32."""
         return jax.nn.log_softmax(self.logits(x))
 
     def logits(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
-        """What probabilities are the softmax of, in float32."""
+        """x tableᵀ + bias, in float32."""
         table = self.output_table().astype(x.dtype)
         logits = jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)
         return logits if self.bias is None else logits + self.bias[...]
@@ -60,16 +64,16 @@ class PlainEmbedding(nnx.Module):
         key: PRNGKeyArray | None = None,
         smoothing: float = 0.0,
         *,
-        inside: Bool[Array, "b n"] | None = None,
-        lesson: TeacherOutputs | None = None,
+        mask: Bool[Array, "b n"] | None = None,
+        teacher: TeacherOutputs | None = None,
     ) -> Float[Array, "b n"]:
-        """Negative log-likelihood of each target, of which `smoothing` is spread evenly over the vocabulary.
+        """Cross-entropy with each target, label-smoothed, mixed with a teacher's distribution: see `cross_entropy`.
 
-        With a lesson, part of it is of the teacher's probabilities; with `inside`, only where that is True.
+        0 where `mask` is False. The `key` is for the adaptive embedding's dropout and is not used here.
         """
-        teacher = lesson and lesson.embedding._logit_inputs(lesson.x)
-        taught = lesson.share if lesson else 0.0
-        return cross_entropy(self._logit_inputs(x), targets, inside, smoothing, teacher, taught)
+        teacher_inputs = teacher and teacher.embedding._logit_inputs(teacher.x)
+        teacher_weight = teacher.weight if teacher else 0.0
+        return cross_entropy(self._logit_inputs(x), targets, mask, smoothing, teacher_inputs, teacher_weight)
 
     def _logit_inputs(self, x: Float[Array, "b n width"]) -> LogitInputs:
         table = constrain(self.output_table(), ("vocabulary", None))
@@ -77,11 +81,12 @@ class PlainEmbedding(nnx.Module):
 
 
 class AdaptiveEmbedding(nnx.Module):
-    """Baevski & Auli (2019): frequent tokens get wide embeddings, rarer bands narrower ones, all projected to width.
+    """Adaptive input embeddings and adaptive softmax (Baevski & Auli, 2019), with tied tables and tied projections.
 
-    The adaptive softmax shares both (tied embeddings, tied projections): the head scores the first band's tokens
-    and one class per further band; a band's own softmax splits its class. Band 0 is scored without its projection,
-    as in the paper's toolkit. Tokens must be numbered by falling frequency.
+    The vocabulary, sorted by falling frequency, is cut into bands. Each band has narrower embeddings than the one
+    before, and a projection to the model's width. The head's softmax covers the tokens of band 0 and one class for
+    each further band b: p(token) = p(class of b) · p(token | b). Band 0 is scored without its projection, as in
+    fairseq, which the paper used.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -101,22 +106,22 @@ class AdaptiveEmbedding(nnx.Module):
     def embed(self, tokens: Int[Array, "b n"]) -> Float[Array, "b n width"]:
         x = 0.0
         for low, high, table, projection in zip(self.bounds, self.bounds[1:], self.tables, self.projections):
-            inside = (tokens >= low) & (tokens < high)
+            in_band = (tokens >= low) & (tokens < high)
             table = constrain(table[...], ("vocabulary", None))
-            rows = table[jnp.where(inside, tokens - low, 0)].astype(self.dtype)
-            x += jnp.where(inside[..., None], rows @ projection[...].astype(self.dtype), 0)
+            embedded = table[jnp.where(in_band, tokens - low, 0)].astype(self.dtype)
+            x += jnp.where(in_band[..., None], embedded @ projection[...].astype(self.dtype), 0)
         return x
 
-    def _head(self) -> Array:
-        """What scores the first band's tokens, and the classes of the others."""
+    def _head(self) -> Float[Array, "first_band_and_classes width"]:
+        """The head's output table: the tokens of band 0, then the classes of the further bands."""
         return jnp.concatenate([self.tables[0][...], self.classes[...].T])
 
-    def _hidden(self, band: int, x: Array, key: PRNGKeyArray | None) -> Array:
-        """What a further band's table is multiplied by."""
+    def _hidden(self, band: int, x: Float[Array, "*b width"], key: PRNGKeyArray | None) -> Float[Array, "*b narrow"]:
+        """x projected to the width of a further band's table, with dropout."""
         return dropout(x @ self.projections[band][...].T.astype(x.dtype), self.dropout, key, band)
 
     def log_probs(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
-        """Logarithms of the probabilities of all tokens, in float32."""
+        """Log-probabilities of the whole vocabulary, in float32."""
 
         def log_softmax(x: Array, table: Array) -> Array:
             logits = jnp.einsum("...e,ve->...v", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
@@ -130,7 +135,7 @@ class AdaptiveEmbedding(nnx.Module):
         return jnp.concatenate(bands, -1)
 
     def logits(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
-        """What probabilities are the softmax of: bands are only comparable as probabilities."""
+        """The log-probabilities: logits of different bands are not comparable before they are normalised."""
         return self.log_probs(x)
 
     def loss(
@@ -140,41 +145,48 @@ class AdaptiveEmbedding(nnx.Module):
         key: PRNGKeyArray | None = None,
         smoothing: float = 0.0,
         *,
-        inside: Bool[Array, "b n"] | None = None,
-        lesson: TeacherOutputs | None = None,
+        mask: Bool[Array, "b n"] | None = None,
+        teacher: TeacherOutputs | None = None,
     ) -> Float[Array, "b n"]:
-        """Negative log-likelihood of each target; a band is scored for its own tokens only. Else as the plain one's."""
+        """Cross-entropy with each target, mixed with a teacher's distribution; 0 where `mask` is False."""
         if smoothing:
-            raise InputError(f"label_smoothing={smoothing} needs the whole vocabulary: not with adaptive_cutoffs")
+            raise InputError(
+                f"label_smoothing={smoothing} does not work with adaptive_cutoffs, which score no token outside its "
+                f"own band: set label_smoothing=0"
+            )
         total = 0.0
-        if lesson is None or lesson.share < 1:
-            total = self._loss(x, targets, key)
-        if lesson is not None:
-            apart = distances(self.log_probs, x, lesson.embedding.log_probs, lesson.x)
-            total = (1 - lesson.share) * total + lesson.share * apart
-        return total if inside is None else jnp.where(inside, total, 0)
+        if teacher is None or teacher.weight < 1:
+            total = self._target_loss(x, targets, key)
+        if teacher is not None:
+            teacher_loss = teacher_cross_entropy(self.log_probs, x, teacher.embedding.log_probs, teacher.x)
+            total = (1 - teacher.weight) * total + teacher.weight * teacher_loss
+        return total if mask is None else jnp.where(mask, total, 0)
 
-    def _loss(self, x: Array, targets: Array, key: PRNGKeyArray | None) -> Float[Array, "b n"]:
+    def _target_loss(self, x: Array, targets: Array, key: PRNGKeyArray | None) -> Float[Array, "b n"]:
+        """-log p(target); a band's table is multiplied only with the tokens whose target is in the band."""
         first = self.bounds[1]
-        band_of = jnp.searchsorted(jnp.array(self.bounds[1:-1]), targets, side="right")
-        total = cross_entropy(LogitInputs(x, self._head()), jnp.where(band_of == 0, targets, first + band_of - 1))
+        target_band = jnp.searchsorted(jnp.array(self.bounds[1:-1]), targets, side="right")
+        head = LogitInputs(x, self._head())
+        head_target = jnp.where(target_band == 0, targets, first + target_band - 1)
+        total = cross_entropy(head, head_target)
         for band in range(1, len(self.tables)):
-            inside, table = band_of == band, constrain(self.tables[band][...], ("vocabulary", None))
-            place = jnp.where(inside, targets - self.bounds[band], 0)
-            scored = LogitInputs(self._hidden(band, x, key), table)
-            total += cross_entropy(scored, place, inside, rare=True, kernels=self.kernels)
+            in_band, table = target_band == band, constrain(self.tables[band][...], ("vocabulary", None))
+            band_target = jnp.where(in_band, targets - self.bounds[band], 0)
+            inputs = LogitInputs(self._hidden(band, x, key), table)
+            total += cross_entropy(inputs, band_target, in_band, rare=True, kernels=self.kernels)
         return total
 
 
 def make_embedding(config: ModelConfig, *, rngs: nnx.Rngs) -> PlainEmbedding | AdaptiveEmbedding:
-    """The embedding a config asks for."""
+    """The embedding of the target vocabulary, adaptive if the config has cutoffs."""
     return (AdaptiveEmbedding if config.adaptive_cutoffs else PlainEmbedding)(config, rngs=rngs)
 
 
 def sinusoids(positions: Int[Array, "b n"], width: int, *, is_open: bool = False) -> Float[Array, "b n width"]:
-    """sin and cos of the positions at geometric frequencies, from 1 to 1/10,000, sines first.
+    """[sin(position · f_i), cos(position · f_i)] at the frequencies f_i = 10,000^(−i/(width/2 − 1)), sines first.
 
-    That end is among them, as in the paper's toolkit, or with `is_open` the next one would be, as in Marian.
+    The last frequency is 1/10,000, as in fairseq, the paper's toolkit. With `is_open` the exponent is −i/(width/2) and
+    1/10,000 is not reached, as in Marian.
     """
     half = width // 2
     frequency = jnp.exp(-jnp.log(10_000.0) * jnp.arange(half) / (half if is_open else max(half - 1, 1)))

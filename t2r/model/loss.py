@@ -1,4 +1,4 @@
-"""The loss of a model on a batch."""
+"""The loss of a model on a batch: next-token cross-entropy, optionally mixed with distillation from a teacher."""
 
 from typing import NamedTuple
 
@@ -13,12 +13,12 @@ from t2r.model.transformer import LanguageModel, Seq2Seq
 
 
 def source_states(model: Seq2Seq, source: Int[Array, "b m"], key: PRNGKeyArray | None = None) -> tuple[State, ...]:
-    """Each decoder layer's state of padded sources."""
+    """Each decoder layer's state over the sources, which are padded with PADDING."""
     return model.source_states(jnp.maximum(source, 0), source != PADDING, key)
 
 
 class Teacher(NamedTuple):
-    """A model whose probabilities are to be learned, and their share of the loss; the tokens have the rest."""
+    """A model to distil from. The loss is (1 − share) · loss of the targets + share · loss of its distribution."""
 
     model: LanguageModel
     share: float
@@ -32,21 +32,25 @@ def token_losses(
     smoothing: float = 0.0,
     teacher: Teacher | None = None,
 ) -> tuple[Float[Array, "b m"], Bool[Array, "b m"]]:
-    """The loss of each token but the first of its row, 0 where there is none, and where there is one."""
+    """The loss of each token of a sequence after its first, and a mask of real targets; padding has loss 0."""
     tokens, targets = inputs_and_targets(batch)
-    counts = targets != PADDING
-    hidden, lesson = _hidden(model, tokens, batch.source, key), None
+    is_real = targets != PADDING
+    hidden, teacher_outputs = _hidden(model, tokens, batch.source, key), None
     if teacher is not None and teacher.share:
-        wanted = jax.lax.stop_gradient(_hidden(teacher.model, tokens, batch.source, None))
-        lesson = TeacherOutputs(teacher.model.embedding, wanted, teacher.share)
-    inside = None if batch.source is None else counts  # of texts nearly all are
-    losses = model.embedding.loss(hidden, jnp.maximum(targets, 0), key, smoothing, inside=inside, lesson=lesson)
-    return jnp.where(counts, losses, 0), counts
+        teacher_hidden = jax.lax.stop_gradient(_hidden(teacher.model, tokens, batch.source, None))
+        teacher_outputs = TeacherOutputs(teacher.model.embedding, teacher_hidden, teacher.share)
+    # Skipping padding pays off in batches of sentence pairs; those of a language model have hardly any.
+    mask = None if batch.source is None else is_real
+    losses = model.embedding.loss(hidden, jnp.maximum(targets, 0), key, smoothing, mask=mask, teacher=teacher_outputs)
+    return jnp.where(is_real, losses, 0), is_real
 
 
-def _hidden(model: LanguageModel, tokens: Array, source: Array | None, key: PRNGKeyArray | None) -> Array:
-    seen = None if source is None else source_states(model, source, key)
-    return model(tokens, source=seen, key=key)[0]
+def _hidden(
+    model: LanguageModel, tokens: Int[Array, "b n"], source: Int[Array, "b m"] | None, key: PRNGKeyArray | None
+) -> Float[Array, "b n width"]:
+    """The last hidden layer; for a translation model, of targets given their sources."""
+    memory = None if source is None else source_states(model, source, key)
+    return model(tokens, source=memory, key=key)[0]
 
 
 def total_loss(
@@ -57,6 +61,6 @@ def total_loss(
     smoothing: float = 0.0,
     teacher: Teacher | None = None,
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """The losses of all tokens of a batch, added up, and how many tokens there are. A `key` means training."""
-    losses, counts = token_losses(model, batch, key=key, smoothing=smoothing, teacher=teacher)
-    return losses.sum(), counts.sum()
+    """The sum of a batch's token losses, and the number of tokens it is over. A `key` means training."""
+    losses, is_real = token_losses(model, batch, key=key, smoothing=smoothing, teacher=teacher)
+    return losses.sum(), is_real.sum()

@@ -1,4 +1,4 @@
-"""A model's arrays by name, and a model from named arrays: the form in which they are trained, saved and loaded."""
+"""Models as dicts from name to array, and back: the form in which they are trained, saved and loaded."""
 
 import functools
 from typing import Any
@@ -18,56 +18,56 @@ TRAINABLE = ("all", "feature_maps", "all_but_feature_maps", "converted", "decode
 
 
 def arrays_of(model: nnx.Module) -> Arrays:
-    """name → array for all parameters and constants; names are paths such as `blocks.0.attention.query.kernel`."""
+    """All parameters and constants by name; names are paths such as `blocks.0.attention.query.kernel`."""
     return {_name(path): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
 
 
 def with_arrays(model: nnx.Module, arrays: Arrays) -> nnx.Module:
-    """The same model around other arrays; `model` may be abstract."""
+    """A copy of the model that holds these arrays; `model` may be abstract (shapes only)."""
     graph, state = nnx.split(model)
     flat = [(path, variable.replace(arrays[_name(path)])) for path, variable in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
-@functools.lru_cache(maxsize=8)  # seconds for many layers
+@functools.lru_cache(maxsize=8)  # tracing a model of many layers takes seconds
 def abstract_model(config: ModelConfig) -> LanguageModel:
-    """A model of shapes and types only; not to be changed: others have the same one."""
+    """A model with shapes and dtypes instead of arrays. It is cached and shared: do not modify it."""
     return nnx.eval_shape(lambda: make_model(config, rngs=nnx.Rngs(0)))
 
 
 def trainable_names(model: nnx.Module, which: str) -> set[str]:
-    """The names that are trained.
+    """The names of the parameters to train.
 
-    `all` parameters, `feature_maps` alone, or `all_but_feature_maps`; `converted` attention alone, or the layers of
-    the `decoder`, without embeddings and encoder: what does not train cannot be unlearned where there is little text.
+    `all`; `feature_maps` or `all_but_feature_maps`; `converted`: the linear attention, projections included; `decoder`:
+    all decoder layers, but not embeddings and encoder, so that these forget nothing when there is little training data.
     """
     if which not in TRAINABLE:
         raise InputError(f"trainable={which!r}: choose one of {', '.join(TRAINABLE)}")
     parameters = {_name(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    in_maps = {name for name in parameters if ".feature_map." in name}
-    places = tuple(f"blocks.{place}." for place in linear_attention_names(model))
-    if which.endswith("feature_maps") and not in_maps:
+    feature_maps = {name for name in parameters if ".feature_map." in name}
+    converted = tuple(f"blocks.{attention}." for attention in linear_attention_names(model))
+    if which.endswith("feature_maps") and not feature_maps:
         raise InputError(f"trainable={which!r}, but the model has no trainable feature map: convert it first")
-    if which == "converted" and not places:
-        raise InputError("trainable='converted', but no attention of the model is: convert it first")
+    if which == "converted" and not converted:
+        raise InputError("trainable='converted', but the model has no converted attention: convert it first")
     choices = {
         "all": parameters,
-        "feature_maps": in_maps,
-        "all_but_feature_maps": parameters - in_maps,
-        "converted": {name for name in parameters if name.startswith(places)},
+        "feature_maps": feature_maps,
+        "all_but_feature_maps": parameters - feature_maps,
+        "converted": {name for name in parameters if name.startswith(converted)},
         "decoder": {name for name in parameters if name.startswith("blocks.")},
     }
     return choices[which]
 
 
 def linear_attention_names(model: LanguageModel) -> list[str]:
-    """Where attention is an RNN: `3.cross` is the cross attention of layer 3."""
-    places = ((layer, name) for layer in range(len(model.blocks)) for name in ("attention", "cross"))
-    return [f"{layer}.{name}" for layer, name in places if is_linear(getattr(model.blocks[layer], name, None))]
+    """The decoder's linear attention modules, as `layer.name`: `3.cross` is the cross attention of layer 3."""
+    modules = ((layer, name) for layer in range(len(model.blocks)) for name in ("attention", "cross"))
+    return [f"{layer}.{name}" for layer, name in modules if is_linear(getattr(model.blocks[layer], name, None))]
 
 
 def parameter_count(arrays: dict[str, Any]) -> int:
-    """How many numbers there are."""
+    """The total number of elements of these arrays."""
     return sum(int(np.prod(array.shape)) for array in arrays.values())
 
 

@@ -1,4 +1,4 @@
-"""The transformer: one block for all families, and the two models made of it: LanguageModel and Seq2Seq."""
+"""The transformer: one configurable layer (`Block`), and the models built from it, `LanguageModel` and `Seq2Seq`."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -21,36 +21,40 @@ from t2r.model.embedding import PlainEmbedding, make_embedding, sinusoids
 
 ACTIVATIONS = {
     "relu": jax.nn.relu,
-    "gelu": jax.nn.gelu,  # by tanh
+    "gelu": jax.nn.gelu,  # the tanh approximation
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
     "swish": jax.nn.silu,
 }
 
+# Each use of a layer's random key folds in its own number, so that no two uses draw the same bits.
+_ATTENTION_DROPOUT, _FEEDFORWARD_DROPOUT, _LAYER_DROPOUT, _CROSS_ATTENTION, _CROSS_DROPOUT = range(5)
+# Folded into the model's key for the encoder; decoder layer i folds in i + 1, so this is above any number of layers.
+_ENCODER = 2**16
+
 
 class DecodeState(NamedTuple):
-    """What a model remembers of a batch of texts: each layer's state, how many tokens each text has, and in
-    translation each layer's state of the source, which decoding reads and never changes."""
+    """What decoding a batch of sequences carries from step to step."""
 
-    layers: tuple[State, ...]
-    position: Int[Array, "b"]
-    source: tuple[State, ...] | None = None
+    layers: tuple[State, ...]  # each decoder layer's KVCache or LinearState
+    position: Int[Array, "b"]  # the number of tokens of each sequence so far
+    source: tuple[State, ...] | None = None  # translation: each layer's state over the source, which never changes
 
 
-class _KeepsInput:
-    """A norm of which the backward pass keeps the input alone, and not three float32 arrays as large as it.
+class _SavesOnlyInput:
+    """A norm that saves only its input for the backward pass, not three float32 arrays of the same size.
 
-    In one long program the compiler would see to that itself; it does not across the borders of loops and conditions.
+    XLA does this itself within one computation, but not across the boundaries of loops and conditionals.
     """
 
     def __call__(self, x: Float[Array, "*b width"]) -> Float[Array, "*b width"]:
         return jax.checkpoint(super().__call__, prevent_cse=False)(x)
 
 
-class LayerNorm(_KeepsInput, nnx.LayerNorm):
+class LayerNorm(_SavesOnlyInput, nnx.LayerNorm):
     pass
 
 
-class RMSNorm(_KeepsInput, nnx.RMSNorm):
+class RMSNorm(_SavesOnlyInput, nnx.RMSNorm):
     pass
 
 
@@ -61,7 +65,7 @@ def make_norm(config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
 
 
 def make_attention(shape: AttentionShape, spec: AttentionSpec, *, rngs: nnx.Rngs) -> nnx.Module:
-    """The attention module a spec asks for."""
+    """The attention module that a spec describes."""
     if spec.kind == "softmax":
         return SoftmaxAttention(shape, rngs=rngs)
     if spec.kind == "merged":
@@ -70,7 +74,7 @@ def make_attention(shape: AttentionShape, spec: AttentionSpec, *, rngs: nnx.Rngs
 
 
 class FeedForward(nnx.Module):
-    """Two linear layers around an activation; with `gated`, a third that multiplies it."""
+    """down(activation(up(x))), or with `gated` down(activation(gate(x)) · up(x))."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         def dense(inputs: int, outputs: int) -> nnx.Linear:
@@ -92,8 +96,12 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, in a translation model's decoder attention over the source, and feed-forward, each on a residual
-    branch, with the norm before it, after it, or both; in `parallel` layers both read the same input."""
+    """A transformer layer: causal or bidirectional attention, optionally cross attention, then feed-forward.
+
+    Each is a residual branch. `norm_placement` is where it is normalised: before (x + f(norm(x))), after
+    (norm(x + f(x))), or both (x + norm(f(norm(x)))). In `parallel` layers attention and feed-forward have the same
+    input. `cross` is the attention of a translation model's decoder over the source.
+    """
 
     def __init__(
         self,
@@ -127,57 +135,74 @@ class Block(nnx.Module):
         mask: Bool[Array, "b n"] | None = None,
         positions: Int[Array, "b n"] | None = None,
         key: PRNGKeyArray | None = None,
-        listen: Callable[[str, Array, Array], None] | None = None,
+        on_attention: Callable[[str, Array, Array], None] | None = None,
     ) -> tuple[Float[Array, "b n width"], State | None]:
-        """The layer; `listen` is told the name of each attention, what it hears and what it says."""
-        attention_key, feedforward_key = (None, None) if key is None else jax.random.split(key)
-        tell = listen or (lambda name, heard, said: None)
+        """The layer's output, and its state after these tokens.
 
-        def attend(x: Array) -> tuple[Array, State | None]:
+        `source` is this layer's state over the source. `on_attention(name, input, output)` is called for each
+        attention, with the name "attention" or "cross".
+        """
+        attention_key, feedforward_key = (None, None) if key is None else jax.random.split(key)
+        report = on_attention or (lambda name, inputs, outputs: None)
+
+        def self_attention(x: Array) -> tuple[Array, State | None]:
             if self.causal:
-                out, after = self.attention(x, state=state, mask=mask, positions=positions, key=attention_key)
+                out, new_state = self.attention(x, state=state, mask=mask, positions=positions, key=attention_key)
             else:
                 memory = self.attention.build_state(x, mask=mask, positions=positions, key=attention_key)
-                out, after = self.attention.query_state(x, memory, positions=positions, key=attention_key), None
-            tell("attention", x, out)
-            return out, after
+                out, new_state = self.attention.query_state(x, memory, positions=positions, key=attention_key), None
+            report("attention", x, out)
+            return out, new_state
 
-        def attend_to_source(x: Array) -> tuple[Array, None]:
-            # Several texts may be translations of one source (beams): they are so many more queries to it.
-            queries = x.reshape(jax.tree.leaves(source)[0].shape[0], -1, x.shape[-1])
+        def cross_attention(x: Array) -> tuple[Array, None]:
+            # In beam search several sequences share a source. They become more queries to its one state:
+            # (sources · beams, n, width) → (sources, beams · n, width).
+            sources = jax.tree.leaves(source)[0].shape[0]
+            queries = x.reshape(sources, -1, x.shape[-1])
             out = self.cross.query_state(queries, source, key=_cross_key(key)).reshape(x.shape)
-            tell("cross", x, out)
+            report("cross", x, out)
             return out, None
 
-        def feed(x: Array) -> tuple[Array, None]:
+        def feedforward(x: Array) -> tuple[Array, None]:
             return self.feedforward(x, feedforward_key), None
 
-        before = x
-        x, state = self._branch(x, x, "attention", attend, key, 0)
+        layer_input = x
+        x, state = self._add_branch(x, x, "attention", self_attention, key, _ATTENTION_DROPOUT)
         if source is not None:
-            x, _ = self._branch(x, x, "cross", attend_to_source, key, 4)
-        x, _ = self._branch(x, before if self.parallel else x, "feedforward", feed, key, 1)
+            x, _ = self._add_branch(x, x, "cross", cross_attention, key, _CROSS_DROPOUT)
+        feedforward_input = layer_input if self.parallel else x
+        x, _ = self._add_branch(x, feedforward_input, "feedforward", feedforward, key, _FEEDFORWARD_DROPOUT)
         return constrain(x, HIDDEN), state
 
-    def _branch(
-        self, x: Array, read: Array, name: str, function: Callable[[Array], tuple[Array, Any]], key, fold: int
+    def _add_branch(
+        self,
+        x: Array,
+        branch_input: Array,
+        name: str,
+        branch: Callable[[Array], tuple[Array, Any]],
+        key: PRNGKeyArray | None,
+        fold: int,
     ) -> tuple[Array, Any]:
-        """x + function(what is read), normalised where the model does it, and whatever else the function returns."""
+        """x + dropout(branch(branch_input)), normalised as `norm_placement` says; and the branch's second output."""
         norm = getattr(self, f"{name}_norm")
-        with jax.named_scope(name):  # profiles say where time goes
-            out, other = function(read if self.norm_placement == "after" else norm(read))
+        with jax.named_scope(name):  # the name under which profiles show the branch
+            out, state = branch(branch_input if self.norm_placement == "after" else norm(branch_input))
         if self.norm_placement == "both":
             out = getattr(self, f"{name}_out_norm")(out)
         x = x + dropout(out, self.dropout, key, fold)
-        return norm(x) if self.norm_placement == "after" else x, other
+        return norm(x) if self.norm_placement == "after" else x, state
 
     def source_state(self, source: Float[Array, "b m width"], *, mask=None, key: PRNGKeyArray | None = None) -> State:
-        """What this layer keeps of an encoded source; in training, with the key of the call that will read it."""
+        """The state of this layer's cross attention over an encoded source: S and z, or keys and values.
+
+        In training, `key` must be the one that the layer is then called with: random features of the source's keys
+        and of the queries to them must be the same draw.
+        """
         return self.cross.build_state(source, mask=mask, key=_cross_key(key))
 
 
 def _cross_key(key: PRNGKeyArray | None) -> PRNGKeyArray | None:
-    return None if key is None else jax.random.fold_in(key, 3)
+    return None if key is None else jax.random.fold_in(key, _CROSS_ATTENTION)
 
 
 def _layer_key(key: PRNGKeyArray | None, layer: int) -> PRNGKeyArray | None:
@@ -193,8 +218,12 @@ def run_layers(
     key: PRNGKeyArray | None = None,
     **inputs: Any,
 ) -> Float[Array, "b n width"]:
-    """All layers on whole sequences. With `scan_layers`, layers that are built alike are one loop, compiled once."""
-    recompute = jax.checkpoint if config.remat else lambda function: function
+    """All layers on whole sequences, without a decoding state. `sources` has each layer's state over the source.
+
+    With `scan_layers`, the shortest repeating pattern of layers (one layer if all have the same structure) is compiled
+    once, and scanned over the stacked parameters.
+    """
+    checkpoint = jax.checkpoint if config.remat else lambda function: function
 
     def run(block: Block, x: Array, source: State | None, key: PRNGKeyArray | None) -> Array:
         if not config.layer_dropout or key is None:
@@ -205,7 +234,7 @@ def run_layers(
             arrays, source, key, inputs = others
             return nnx.merge(graph, arrays)(x, source=source, key=key, **inputs)[0]
 
-        keep = jax.random.bernoulli(jax.random.fold_in(key, 2), 1 - config.layer_dropout)
+        keep = jax.random.bernoulli(jax.random.fold_in(key, _LAYER_DROPOUT), 1 - config.layer_dropout)
         return run_or_skip(layer, keep, x, (arrays, source, key, inputs))
 
     split = [nnx.split(block) for block in blocks] if config.scan_layers else []
@@ -213,38 +242,38 @@ def run_layers(
     if period == len(blocks):
         for layer, block in enumerate(blocks):
             source = None if sources is None else sources[layer]
-            x = recompute(functools.partial(run, block, source=source, key=_layer_key(key, layer)))(x)
+            x = checkpoint(functools.partial(run, block, source=source, key=_layer_key(key, layer)))(x)
         return x
 
-    @recompute
+    @checkpoint
     def one_period(x: Array, layers: tuple) -> tuple[Array, None]:
-        first, arrays, seen = layers
-        for place in range(period):
-            block = nnx.merge(split[place][0], arrays[place])
-            source = None if seen is None else seen[place]
-            x = run(block, x, source, _layer_key(key, first + place))
+        first_layer, arrays, period_sources = layers
+        for i in range(period):
+            block = nnx.merge(split[i][0], arrays[i])
+            source = None if period_sources is None else period_sources[i]
+            x = run(block, x, source, _layer_key(key, first_layer + i))
         return x, None
 
-    def stacked(values: Sequence[Any]) -> list[Any]:  # for each place in the period, its layers as one array
-        return [jax.tree.map(lambda *leaves: jnp.stack(leaves), *values[place::period]) for place in range(period)]
+    def stack(trees: Sequence[Any]) -> list[Any]:  # one tree for each layer of the period, stacked over periods
+        return [jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees[i::period]) for i in range(period)]
 
-    arrays = stacked([arrays for _, arrays in split])
-    seen = None if sources is None else stacked(sources)
-    return jax.lax.scan(one_period, x, (jnp.arange(0, len(blocks), period), arrays, seen))[0]
+    arrays = stack([arrays for _, arrays in split])
+    stacked_sources = None if sources is None else stack(sources)
+    return jax.lax.scan(one_period, x, (jnp.arange(0, len(blocks), period), arrays, stacked_sources))[0]
 
 
-def _period(kinds: Sequence[Any]) -> int:
-    """The length of the shortest pattern that, repeated, makes up the sequence."""
-    count = len(kinds)
+def _period(structures: Sequence[Any]) -> int:
+    """The length of the shortest pattern whose repetition is the whole list."""
+    count = len(structures)
     return next(
         size
         for size in range(1, count + 1)
-        if count % size == 0 and all(kinds[i] == kinds[i % size] for i in range(count))
+        if count % size == 0 and all(structures[i] == structures[i % size] for i in range(count))
     )
 
 
 def learned_positions(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param | None:
-    """A vector for each position, if the config asks for them."""
+    """A trained vector for each position, if the config has learned positions."""
     if config.positions != "learned":
         return None
     init = nnx.initializers.normal(config.width**-0.5)
@@ -252,7 +281,7 @@ def learned_positions(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param | None:
 
 
 def embed(model: "LanguageModel | Encoder", embedding: nnx.Module, tokens: Array, positions: Array) -> Array:
-    """Tokens and where they stand, as the first layer's input."""
+    """The first layer's input: token embeddings plus positions."""
     config = model.config
     x = embedding.embed(tokens)
     x = x * config.width**0.5 if config.scale_embedding else x
@@ -273,8 +302,10 @@ class LanguageModel(nnx.Module):
         self.embedding = make_embedding(config, rngs=rngs)
         self.positions = learned_positions(config, rngs)
         self.embedding_norm = make_norm(config, rngs=rngs) if config.embedding_norm else None
-        cross = config.cross_attention or [None] * config.layers
-        self.blocks = nnx.List(Block(config, spec, over, rngs=rngs) for spec, over in zip(config.attention, cross))
+        cross_specs = config.cross_attention or [None] * config.layers
+        self.blocks = nnx.List(
+            Block(config, spec, cross, rngs=rngs) for spec, cross in zip(config.attention, cross_specs)
+        )
         self.final_norm = make_norm(config, rngs=rngs) if config.final_norm else None
 
     def __call__(
@@ -286,14 +317,14 @@ class LanguageModel(nnx.Module):
         mask: Bool[Array, "b n"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "b n width"], DecodeState | None]:
-        """The last hidden layer of each token, and the state after them (None if none was given).
+        """The last hidden layer of each token, and the state after all tokens (None if called without a state).
 
-        `mask` is False at padding, which may stand anywhere: it takes no position and leaves no trace in the state.
-        A translation model sees its source through the state, or without one through `source`.
+        `mask` is False at padding, which may be anywhere in a sequence: it has no position and never enters the state.
+        A translation model takes its source's states from `state`, or from `source` if there is no `state`.
         """
-        real = jnp.ones(tokens.shape, jnp.int32) if mask is None else mask.astype(jnp.int32)
+        is_real = jnp.ones(tokens.shape, jnp.int32) if mask is None else mask.astype(jnp.int32)
         start = 0 if state is None else state.position[:, None]
-        positions = start + jnp.cumsum(real, 1) - 1
+        positions = start + jnp.cumsum(is_real, 1) - 1
         source = source if state is None else state.source
         x = dropout(self.embed(tokens, positions), self.config.dropout, key, 0)
         if state is None:
@@ -301,26 +332,32 @@ class LanguageModel(nnx.Module):
             return x if self.final_norm is None else self.final_norm(x), None
         states = []
         for layer, block in enumerate(self.blocks):
-            past, seen = state.layers[layer], None if source is None else source[layer]
-            x, past = block(x, state=past, source=seen, mask=mask, positions=positions, key=_layer_key(key, layer))
-            states.append(past)
+            x, layer_state = block(
+                x,
+                state=state.layers[layer],
+                source=None if source is None else source[layer],
+                mask=mask,
+                positions=positions,
+                key=_layer_key(key, layer),
+            )
+            states.append(layer_state)
         x = x if self.final_norm is None else self.final_norm(x)
-        return x, DecodeState(tuple(states), state.position + real.sum(1), state.source)
+        return x, DecodeState(tuple(states), state.position + is_real.sum(1), state.source)
 
     def embed(self, tokens: Int[Array, "b n"], positions: Int[Array, "b n"]) -> Float[Array, "b n width"]:
-        """The first layer's input."""
+        """The first layer's input: token embeddings plus positions."""
         return embed(self, self.embedding, tokens, positions)
 
     def log_probs(self, hidden: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
-        """Logarithms of the next token's probabilities."""
+        """Log-probabilities of the next token, in float32."""
         return self.embedding.log_probs(hidden)
 
     def logits(self, hidden: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
-        """What these probabilities are the softmax of, computed as cheaply as possible."""
+        """Scores whose softmax is the next token's distribution; with a plain embedding they are not normalised."""
         return self.embedding.logits(hidden)
 
     def greedy_token(self, hidden: Float[Array, "*b width"]) -> Int[Array, "*b"]:
-        """The next token of greedy search."""
+        """The most probable next token."""
         return jnp.argmax(self.logits(hidden), -1).astype(jnp.int32)
 
     def losses(
@@ -333,18 +370,18 @@ class LanguageModel(nnx.Module):
         key: PRNGKeyArray | None = None,
         smoothing: float = 0.0,
     ) -> Float[Array, "b n"]:
-        """Negative log-likelihood of each target given the tokens up to its place, in float32."""
+        """The loss of each target given the tokens up to its position, in float32; label-smoothed by `smoothing`."""
         hidden, _ = self(tokens, source=source, mask=mask, key=key)
         return self.embedding.loss(hidden, targets, key, smoothing)
 
     def init_state(self, batch: int, capacity: int, source: tuple[State, ...] | None = None) -> DecodeState:
-        """The state before the first token; `capacity` tokens fit into the caches of softmax layers."""
+        """The state before the first token; the caches of softmax layers have space for `capacity` tokens."""
         layers = tuple(constrain_state(block.attention.init_state(batch, capacity)) for block in self.blocks)
         return DecodeState(layers, jnp.zeros(batch, jnp.int32), source)
 
 
 class Encoder(nnx.Module):
-    """Reads a source in both directions. Its attention stays softmax: it works once per sentence, not per token."""
+    """A bidirectional encoder of the source. It stays softmax: it runs once per sentence, not once per token."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -355,7 +392,7 @@ class Encoder(nnx.Module):
         self.final_norm = make_norm(config, rngs=rngs) if config.final_norm else None
 
     def __call__(self, tokens: Array, mask: Array, shared: nnx.Module, key: PRNGKeyArray | None = None) -> Array:
-        """The last hidden layer of each token; `shared` is the target's embedding, for models that have but one."""
+        """The last hidden layer of each source token; `shared` is the target's embedding, used if they share one."""
         positions = jnp.maximum(jnp.cumsum(mask, 1) - 1, 0)
         embedding = shared if self.embedding is None else self.embedding
         x = embed(self, embedding, tokens, positions)
@@ -365,7 +402,7 @@ class Encoder(nnx.Module):
 
 
 class Seq2Seq(LanguageModel):
-    """A translation model: a language model of the target that also sees a source."""
+    """A translation model: an encoder of the source, and a language model of the target that attends to it."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
@@ -375,12 +412,13 @@ class Seq2Seq(LanguageModel):
         self, source: Int[Array, "b m"], mask: Bool[Array, "b m"], key: PRNGKeyArray | None = None
     ) -> Float[Array, "b m width"]:
         """The encoder's last hidden layer."""
-        return self.encoder(source, mask, self.embedding, None if key is None else jax.random.fold_in(key, 2**16))
+        encoder_key = None if key is None else jax.random.fold_in(key, _ENCODER)
+        return self.encoder(source, mask, self.embedding, encoder_key)
 
     def source_states(
         self, source: Int[Array, "b m"], mask: Bool[Array, "b m"], key: PRNGKeyArray | None = None
     ) -> tuple[State, ...]:
-        """Each decoder layer's state of the source, built once per sentence: S and z, or keys and values."""
+        """Each decoder layer's state over the source, built once per sentence: S and z, or keys and values."""
         hidden = self.encode(source, mask, key)
         return tuple(
             constrain_state(block.source_state(hidden, mask=mask, key=_layer_key(key, layer)))
@@ -389,30 +427,30 @@ class Seq2Seq(LanguageModel):
 
 
 def make_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
-    """The model a config describes, with random parameters."""
+    """The model that a config describes, with random parameters."""
     return (Seq2Seq if config.encoder_layers else LanguageModel)(config, rngs=rngs)
 
 
 def constrain_state(state: State) -> State:
-    """The state of a layer, divided among devices where a mesh is set: by texts and by heads."""
+    """The state of a layer, sharded by batch and by heads if a mesh is set."""
     names = KV_CACHE if isinstance(state, KVCache) else LINEAR_STATE
     fields = {name: constrain(getattr(state, name), names[name]) for name in names if getattr(state, name) is not None}
     return state._replace(**fields)
 
 
 def check_length(config: ModelConfig, length: int) -> None:
-    """Refuses sequences that learned positions do not reach."""
+    """Raises an error if sequences of this length exceed a model's learned positions."""
     if config.positions == "learned" and length > config.max_positions:
         raise InputError(
-            f"{length} tokens are more than this model's learned positions reach (max_positions="
-            f"{config.max_positions}): shorten the prompt or generate less"
+            f"{length} tokens are too many for this model's learned positions (max_positions="
+            f"{config.max_positions}): use shorter sequences or generate fewer tokens"
         )
 
 
 def grow(state: DecodeState, extra: int) -> DecodeState:
-    """Makes room for `extra` more tokens in the caches of softmax layers; linear layers need none."""
+    """The state with space for `extra` more tokens in the caches of softmax layers; linear layers need none."""
 
-    def more(layer: State) -> State:
+    def grow_layer(layer: State) -> State:
         return softmax.grow(layer, int(layer.index) + extra) if isinstance(layer, KVCache) else layer
 
-    return state._replace(layers=tuple(more(layer) for layer in state.layers))
+    return state._replace(layers=tuple(grow_layer(layer) for layer in state.layers))

@@ -1,1 +1,1 @@
-"""The quickstart: a small pretrained transformer made an RNN, measured, and reported on one page."""
+"""The quickstart: converts a small pretrained transformer into an RNN, measures it, and writes an HTML report."""

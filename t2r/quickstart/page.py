@@ -1,4 +1,4 @@
-"""The quickstart's report: one HTML file with its table, texts and plots inside."""
+"""The quickstart's report: one self-contained HTML file with tables, generated texts and plots."""
 
 import html
 import io
@@ -26,35 +26,35 @@ small { opacity: .75; }
 
 
 class Report(NamedTuple):
-    """What the quickstart has found out."""
+    """The results of the quickstart."""
 
     perplexity: dict[str, float]  # transformer, swapped, T2R → test perplexity
-    recovered: float  # share of the swap's cost that finetuning won back
-    validation: dict[int, float]  # finetuning step → validation perplexity, from 0: swapped only
+    recovered: float  # (swapped - T2R) / (swapped - transformer) in test perplexity
+    validation: dict[int, float]  # finetuning step → validation perplexity; step 0: before finetuning
     transformer_validation: float
     transformer: list[DecodeSpeed]
     rnn: list[DecodeSpeed]
-    formula_bytes: int
+    formula_bytes: int  # size of the RNN's state by formula
     prompt: str
-    texts: dict[str, str]  # model → what it writes after the prompt
+    texts: dict[str, str]  # model → generated continuation of the prompt
     environment: dict[str, Any]
     seconds: float
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Writes the page; nothing in it is loaded from elsewhere."""
-    title = "A transformer became an RNN"
+    """Writes the page, which loads nothing from elsewhere."""
+    title = "A transformer converted into an RNN"
     parts = [
         f"<h1>{title}</h1>",
-        f"<p>The pretrained transformer's softmax attention was swapped for linear attention with a learned feature "
-        f"map, finetuned for {max(report.validation)} steps, and merged for inference. The swap alone breaks the "
-        f"model; finetuning won back <b>{report.recovered:.1%}</b> of what it cost.</p>",
+        f"<p>The softmax attention of a pretrained transformer was replaced by linear attention with a learned feature "
+        f"map. The model was finetuned for {max(report.validation)} steps, and the feature map merged for inference. "
+        f"Finetuning recovered <b>{report.recovered:.1%}</b> of the perplexity that the swap cost.</p>",
         _table(["model", "test perplexity"], report.perplexity.items()),
         f"<figure>{perplexity_plot(report)}</figure>",
         "<h2>Decoding</h2>",
-        f"<p>Greedy, {report.rnn[0].batch} texts at a time, compilation apart; median of repeated runs. The "
-        f"transformer's cache has room for the whole length. The RNN's state is {report.rnn[0].state_bytes:,} bytes at "
-        f"every length; by the formula layers · batch · heads · k · (d + 1) · 4 it is {report.formula_bytes:,}.</p>",
+        f"<p>Greedy decoding of {report.rnn[0].batch} sequences; median of repeated runs, without compilation. The "
+        f"transformer's cache has capacity for the whole length. The RNN's state has {report.rnn[0].state_bytes:,} "
+        f"bytes at every length; layers · batch · heads · k · (d + 1) · 4 = {report.formula_bytes:,} by formula.</p>",
         _table(
             ["generated tokens", "transformer tokens/s", "RNN tokens/s", "speedup", "transformer state", "RNN state"],
             [
@@ -63,7 +63,7 @@ def write_report(path: Path, report: Report) -> None:
             ],
         ),
         f"<figure>{decode_plot(report)}</figure>",
-        f"<h2>What they write</h2><p>After “{html.escape(report.prompt)}”, sampled:</p>",
+        f"<h2>Generated text</h2><p>Sampled, with the prompt “{html.escape(report.prompt)}”:</p>",
         *(f"<h3>{name}</h3><pre>{html.escape(report.prompt + text)}</pre>" for name, text in report.texts.items()),
         f"<p><small>Made in {report.seconds:.0f} s on {html.escape(json.dumps(report.environment))}. "
         "Method: Kasai et al. (2021), “Finetuning Pretrained Transformers into RNNs”.</small></p>",
@@ -73,7 +73,7 @@ def write_report(path: Path, report: Report) -> None:
 
 
 def perplexity_plot(report: Report) -> str:
-    """Before, broken, recovered; and how it recovered."""
+    """SVG: test perplexity of the three models, and validation perplexity during finetuning."""
     figure = Figure(figsize=(10, 3.6))
     bars, curve = figure.subplots(1, 2)
     names, values = zip(*report.perplexity.items())
@@ -90,7 +90,7 @@ def perplexity_plot(report: Report) -> str:
 
 
 def decode_plot(report: Report) -> str:
-    """The paper's Figures 2 and 3: speed and state against length."""
+    """SVG: decoding speed and state size against length, as in the paper's Figures 2 and 3."""
     figure = Figure(figsize=(10, 3.8))
     speed, state = figure.subplots(1, 2)
     for name, color, runs in [("transformer", SOFTMAX, report.transformer), ("RNN (T2R)", RNN, report.rnn)]:

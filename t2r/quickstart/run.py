@@ -1,4 +1,4 @@
-"""The transformer that ships with t2r, made an RNN: swap, finetune, merge, generate, measure, report."""
+"""Converts the transformer that ships with t2r into an RNN: swap, finetune, merge, generate, measure, report."""
 
 import time
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from t2r import environment
-from t2r.benchmark.steps import DecodeSpeed, linear_state_bytes, measure
+from t2r.benchmark.steps import DecodeSpeed, linear_state_bytes, measure_decoding
 from t2r.console import say, table
 from t2r.conversion.directory import convert_model, merge_model
 from t2r.data.prepared import tokenize
@@ -22,7 +22,7 @@ from t2r.training.metrics import read_metrics
 from t2r.training.trainer import train
 
 MODEL, CONFIG = "builtin:tiny_lm", "tiny_lm.py:t2r"
-PROMPT, PROMPT_LENGTH = "Return a new", 120
+PROMPT, TEXT_LENGTH = "Return a new", 120  # the prompt, and the number of tokens to generate
 LENGTHS = (128, 512, 1024, 2048)
 
 
@@ -34,7 +34,10 @@ def quickstart(
     lengths: Sequence[int] = LENGTHS,
     batch: int = 16,
 ) -> dict[str, Any]:
-    """Converts the small pretrained transformer and writes report.html; an interrupted run goes on where it was."""
+    """Converts the small pretrained transformer and writes report.html. Resumes an interrupted run in `workdir`.
+
+    Returns the perplexities, speeds and sizes, and the paths of the model and the report.
+    """
     began, workdir, lengths = time.monotonic(), Path(workdir), sorted(lengths)
     config = load_config(CONFIG)
     config.data.source = data or config.data.source
@@ -69,14 +72,13 @@ def quickstart(
     models = {"transformer": transformer, "swapped, not finetuned": swapped, "T2R": rnn}
     sampling = Sampling(0.8, top_p=0.95)
     texts = {
-        name: generate_text(model, [PROMPT], PROMPT_LENGTH, sampling=sampling).texts[0]
-        for name, model in models.items()
+        name: generate_text(model, [PROMPT], TEXT_LENGTH, sampling=sampling).texts[0] for name, model in models.items()
     }
 
     say(f"6/6  measure decoding at lengths {', '.join(map(str, lengths))}")
     slow, fast = measure_both(transformer.model, rnn.model, lengths, batch)
 
-    shape = rnn.model.config
+    sizes = rnn.model.config
     report = Report(
         perplexity=scores,
         recovered=(scores["swapped"] - scores["T2R"]) / (scores["swapped"] - scores["transformer"]),
@@ -84,7 +86,7 @@ def quickstart(
         transformer_validation=score(transformer.model, "valid"),
         transformer=slow,
         rnn=fast,
-        formula_bytes=linear_state_bytes(shape.layers, batch, shape.heads, shape.attention[0].features, shape.head_dim),
+        formula_bytes=linear_state_bytes(sizes.layers, batch, sizes.heads, sizes.attention[0].features, sizes.head_dim),
         prompt=PROMPT,
         texts=texts,
         environment=environment.describe(),
@@ -108,7 +110,7 @@ def quickstart(
 
 
 def validation_curve(workdir: Path) -> dict[int, float]:
-    """step → perplexity, as the run logged it."""
+    """step → validation perplexity, from the metrics of the run."""
     lines = read_metrics(workdir / "metrics.jsonl")
     return {line["step"]: line["valid_perplexity"] for line in lines if "valid_perplexity" in line}
 
@@ -116,24 +118,24 @@ def validation_curve(workdir: Path) -> dict[int, float]:
 def measure_both(
     transformer: LanguageModel, rnn: LanguageModel, lengths: list[int], batch: int
 ) -> tuple[list[DecodeSpeed], list[DecodeSpeed]]:
-    """Decoding speeds at each length, the two models side by side, so that a noisy moment falls on both."""
+    """Decoding speeds of both models at each length. They alternate, so that other load on the machine affects both."""
     slow, fast = [], []
     for length in lengths:
-        slow.append(measure(transformer, length, batch=batch))
-        fast.append(measure(rnn, length, batch=batch))
+        slow.append(measure_decoding(transformer, length, batch=batch))
+        fast.append(measure_decoding(rnn, length, batch=batch))
         first, second = (f"{speeds[-1].tokens_per_second:,.0f}" for speeds in (slow, fast))
         say(f"     {length} tokens: transformer {first} tokens/s, RNN {second}")
     return slow, fast
 
 
 def print_report(report: Report, path: Path) -> None:
-    """The report's figures as plain tables."""
+    """Prints the figures of the report as plain tables."""
     print(table(["model", "test perplexity"], report.perplexity.items()))
-    print(f"\nfinetuning won back {report.recovered:.1%} of the perplexity the swap cost\n")
+    print(f"\nfinetuning recovered {report.recovered:.1%} of the perplexity that the swap cost\n")
     headers = ["generated tokens", "transformer tokens/s", "RNN tokens/s", "speedup", "transformer bytes", "RNN bytes"]
     rows = [
         (a.length, a.tokens_per_second, b.tokens_per_second, a.seconds / b.seconds, a.state_bytes, b.state_bytes)
         for a, b in zip(report.transformer, report.rnn)
     ]
     print(table(headers, rows))
-    print(f"\nthe RNN after {report.prompt!r}:{report.texts['T2R']}\n\nreport: {path}")
+    print(f"\nthe RNN's continuation of {report.prompt!r}:{report.texts['T2R']}\n\nreport: {path}")

@@ -1,4 +1,4 @@
-"""A model is a directory: config.json, model.safetensors, the tokenizer, provenance.json."""
+"""Model directories: config.json, model.safetensors, the tokenizer's files and provenance.json."""
 
 import gc
 import json
@@ -23,26 +23,26 @@ PRETRAINED = Path(__file__).parent.parent / "pretrained"
 
 
 class LoadedModel(NamedTuple):
-    """What a directory holds."""
+    """The content of a model directory."""
 
     model: LanguageModel
     tokenizer: Tokenizer | TokenizerPair  # a pair for translation
-    provenance: dict[str, Any]  # {"history": [what was done, oldest first]}
+    provenance: dict[str, Any]  # {"history": [actions such as import and convert, oldest first]}
 
 
 def resolve(name: str) -> Path:
-    """A directory from what a user typed: a path, or builtin:NAME for a model that ships with the package."""
+    """The directory of a model name: a path, or builtin:NAME for a model that ships with the package."""
     if not name.startswith("builtin:"):
         return Path(name)
     path = PRETRAINED / name.removeprefix("builtin:")
     if not path.is_dir():
         shipped = sorted(p.name for p in PRETRAINED.glob("*") if p.is_dir())
-        raise InputError(f"no model {name!r} ships with t2r: there is {', '.join(f'builtin:{n}' for n in shipped)}")
+        raise InputError(f"no model {name!r} ships with t2r: choose from {', '.join(f'builtin:{n}' for n in shipped)}")
     return path
 
 
 def save(path: Path, content: LoadedModel, *, replace: bool = False, dtype: str = "float32") -> None:
-    """Writes the directory whole or not at all. One that exists is an error, or replaced once the new one is ready."""
+    """Writes a model directory atomically. If it exists, that is an error, or with `replace` it is replaced."""
     if path.exists() and not replace:
         raise InputError(f"{path} exists already: choose another output or remove it")
     config = {"format": FORMAT, "family": _family(content.model.config), **content.model.config.to_dict()}
@@ -54,7 +54,7 @@ def save(path: Path, content: LoadedModel, *, replace: bool = False, dtype: str 
 
 
 def load(path: str | Path, **runtime: Any) -> LoadedModel:
-    """Reads a directory; `runtime` overrides fields that leave the parameters alone, such as dtype and dropout."""
+    """Loads a model directory; `runtime` overrides config fields that do not affect parameters, such as dtype."""
     path = resolve(str(path))
     config = load_config(path, **runtime)
     model = with_arrays(abstract_model(config), load_arrays(path, config))
@@ -63,7 +63,7 @@ def load(path: str | Path, **runtime: Any) -> LoadedModel:
 
 
 def load_config(path: Path, **runtime: Any) -> ModelConfig:
-    """The model config of a directory."""
+    """The model config of a directory, with `runtime` overrides."""
     raise_all(
         "a pretrained model's architecture is fixed:",
         [
@@ -82,7 +82,7 @@ def load_config(path: Path, **runtime: Any) -> ModelConfig:
     config = from_dict({**fields, **runtime})
     if family != _family(config):
         raise InputError(
-            f"{path / 'config.json'}: family {family!r} does not fit encoder_layers={config.encoder_layers}"
+            f"{path / 'config.json'}: family {family!r} does not match encoder_layers={config.encoder_layers}"
         )
     return config
 
@@ -92,24 +92,26 @@ def _family(config: ModelConfig) -> str:
 
 
 def load_arrays(path: Path, config: ModelConfig) -> dict[str, jnp.ndarray]:
-    """The model's arrays in float32; missing, unknown and misshapen ones are all listed in one error."""
+    """The model's arrays in float32; one error lists all that are missing, unknown or of the wrong shape."""
     expected = {name: array.shape for name, array in arrays_of(abstract_model(config)).items()}
-    found = tensors.Tensors(path)
-    problems = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
-    problems += [f"{name} is unknown" for name in sorted(found.keys() - expected.keys())]
+    stored = tensors.Tensors(path)
+    problems = [f"{name} is missing" for name in sorted(expected.keys() - stored.keys())]
+    problems += [f"{name} is unknown" for name in sorted(stored.keys() - expected.keys())]
     problems += [
-        f"{name} has shape {found[name].shape}, the config asks for {expected[name]}"
-        for name in sorted(found.keys() & expected.keys())
-        if found[name].shape != expected[name]
+        f"{name} has shape {stored[name].shape}, the config needs {expected[name]}"
+        for name in sorted(stored.keys() & expected.keys())
+        if stored[name].shape != expected[name]
     ]
-    raise_all(f"{path / 'model.safetensors'} does not fit its config.json:", problems)
-    gc.collect()  # modules of newer versions of Flax hold themselves: a model that is gone may still be in memory
-    largest_first = sorted(expected, key=lambda name: -math.prod(expected[name]))  # while there is most room to copy
-    return {name: _copied(found[name]) for name in largest_first}
+    raise_all(f"{path / 'model.safetensors'} does not match its config.json:", problems)
+    gc.collect()  # Flax modules may be reference cycles: a deleted model can still be in memory
+    largest_first = sorted(
+        expected, key=lambda name: -math.prod(expected[name])
+    )  # while most memory is free for the copy
+    return {name: _copied(stored[name]) for name in largest_first}
 
 
 def _copied(array: np.ndarray) -> jnp.ndarray:
-    """An array that no longer needs its file, before the next one is read."""
+    """A float32 copy on the device, finished before the next array is read, so that the file can be unmapped."""
     return jax.device_put(np.asarray(array, np.float32), may_alias=False).block_until_ready()
 
 
@@ -117,4 +119,4 @@ def _read(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"no {path}: give a t2r model directory, or builtin:NAME") from None
+        raise InputError(f"{path} does not exist: give a t2r model directory, or builtin:NAME") from None

@@ -1,4 +1,4 @@
-"""Weights in safetensors files, read and written array by array: a model is never in memory twice."""
+"""Safetensors files, read and written array by array, so that a model is never in memory twice."""
 
 import json
 import math
@@ -15,7 +15,7 @@ TYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64"
 
 
 class Tensors(Mapping):
-    """name → array, mapped from disk for as long as it is held; of one file, or many with an index."""
+    """A mapping from name to memory-mapped array, from one safetensors file or several with an index."""
 
     def __init__(self, folder: Path):
         self._entries: dict[str, tuple[Path, dict, int]] = {}
@@ -32,16 +32,16 @@ class Tensors(Mapping):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= size - 8:
-                raise ValueError(f"{size:,} bytes, of which the header claims {length:,}")
+                raise ValueError(f"the file has {size:,} bytes, its header claims {length:,}")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         for name, entry in header.items():
             if entry["dtype"] not in TYPES:
-                problems.append(f"{name} is of type {entry['dtype']}: {', '.join(TYPES)} can be read")
+                problems.append(f"{name} has type {entry['dtype']}, which is not supported: use {', '.join(TYPES)}")
                 continue
             begin, end = entry["data_offsets"]
             if not (0 <= begin == end - _bytes(entry) and 8 + length + end <= size):
-                raise ValueError(f"{name} does not fit into its {size:,} bytes")
+                raise ValueError(f"{name} does not fit into the file's {size:,} bytes")
             self._entries[name] = path, entry, 8 + length
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -60,15 +60,15 @@ class Tensors(Mapping):
 
 
 def write(path: Path, arrays: Mapping[str, Any], dtype: str) -> None:
-    """Writes arrays of any type as `dtype`, each turned into it on its way to the disk."""
+    """Writes arrays as `dtype`; each is converted just before it is written."""
     kind = np.dtype(dtype)
-    code = next(code for code, known in TYPES.items() if kind == known)
+    code = next(code for code, numpy_type in TYPES.items() if kind == numpy_type)
     header, end = {}, 0
     for name, array in arrays.items():
         begin, end = end, end + array.size * kind.itemsize
         header[name] = {"dtype": code, "shape": array.shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # data begins at a multiple of 8
+    text += b" " * (-len(text) % 8)  # safetensors aligns the data to 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for array in arrays.values():
@@ -87,12 +87,12 @@ def _files(folder: Path) -> list[Path]:
             others = sorted(p.name for p in folder.glob("*.bin"))
             pickle = "{} is a pickle, which may run code: save the model as safetensors"
             hint = pickle.format(others[0]) if others else "copy it there"
-            raise InputError(f"no model.safetensors, and no index of several, in {folder}; {hint}")
+            raise InputError(f"no model.safetensors and no model.safetensors.index.json in {folder}: {hint}")
         return [path]
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (json.JSONDecodeError, KeyError, AttributeError) as error:
-        raise InputError(f"{index} is no index of weights: {error}") from None
+        raise InputError(f"{index} is not a valid index of weights: {error}") from None
     missing = [name for name in names if not (folder / name).exists()]
-    raise_all(f"{folder} lacks parts of its weights (copy them too):", missing)
+    raise_all(f"{folder} lacks some of its weight files (copy them too):", missing)
     return [folder / name for name in names]

@@ -1,4 +1,4 @@
-"""The model that a config trains: loaded or initialised, converted if the config says so; and its teacher."""
+"""Builds the model that a config trains (loaded or randomly initialised, converted if asked) and its teacher."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,16 +18,16 @@ from t2r.training.task import learn_tokenizer
 
 
 class Built(NamedTuple):
-    """A model before its first step, and where it comes from."""
+    """A model before its first training step, with its tokenizer and provenance."""
 
     model: LanguageModel
     tokenizer: Tokenizer | TokenizerPair
-    history: list[dict]  # what was done to it so far, oldest first
-    teacher: Teacher | None  # the model before its conversion, if the config has something learned from it
+    history: list[dict]  # earlier actions on this model (import, swap, train, ...), oldest first
+    teacher: Teacher | None  # the unconverted model, if the config distils from it
 
 
 def build(config: ConfigDict, workdir: Path) -> Built:
-    """The model of `init_from`, or a random one with a tokenizer learned from the data."""
+    """Loads `init_from`, or initialises a model at random and trains its tokenizer on the data; then converts it."""
     model, tokenizer, history = _pretrained(config) if config.init_from else _random(config, workdir)
     if plan := conversion(config):
         model = swap(model, **plan)
@@ -50,12 +50,12 @@ def _random(config: ConfigDict, workdir: Path) -> tuple[LanguageModel, Tokenizer
 
 
 def _teacher(config: ConfigDict) -> Teacher:
-    # Loaded a second time: the student's arrays are donated to the training step.
+    # Loaded a second time, because the training step donates the student's arrays.
     return Teacher(model_dir.load(config.init_from, dtype=config.model.dtype).model, config.teacher.soft)
 
 
 def _vocabulary(tokenizer: Tokenizer | TokenizerPair) -> dict[str, Any]:
-    """The fields of a model config that follow from its tokenizer."""
+    """The model config fields that the tokenizer determines."""
     if not isinstance(tokenizer, TokenizerPair):
         return {"vocab_size": tokenizer.vocab_size}
     sizes = {"vocab_size": tokenizer.target.vocab_size, "source_vocab_size": tokenizer.source.vocab_size}

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: training state, data iterator, random state. The only file that knows orbax."""
+"""Checkpoints of a run: training state, random key and position of the data iterator. All use of orbax is here."""
 
 import shutil
 import time
@@ -17,40 +17,41 @@ from t2r.training.step import TrainState
 
 
 class Checkpoints:
-    """The last few checkpoints of a run. One is written under another name and renamed when it is whole."""
+    """The newest `keep` checkpoints of a run. Orbax writes each under a temporary name and renames it when complete."""
 
     def __init__(self, folder: Path, keep: int):
-        # On a CPU a background copy would share memory with arrays that the next step donates.
-        in_background = jax.default_backend() != "cpu"
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=in_background)
+        # On CPU an asynchronous save would read memory that the next step donates and overwrites.
+        asynchronous = jax.default_backend() != "cpu"
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=asynchronous)
         self.folder = folder.absolute()
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=("state", "data"))
 
     @property
     def latest(self) -> int | None:
-        """The newest step there is."""
+        """The step of the newest checkpoint; None if there is none."""
         return self._manager.latest_step()
 
     @property
     def steps(self) -> list[int]:
-        """The steps that have a whole checkpoint."""
+        """The steps that have a complete checkpoint."""
         return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
 
     def drop_unfinished(self) -> None:
-        """Removes what is left of a checkpoint that could not be written."""
+        """Deletes partly written checkpoints."""
         for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def save(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
-        """Writes a checkpoint, unless this step has one."""
+        """Writes a checkpoint of this step, unless it is the newest one already."""
         if step != self.latest:
             args = ocp.args.Composite(state=ocp.args.StandardSave(state._asdict()), data=ocp.args.JsonSave(data))
             self._manager.save(step, args=args, force=True)
 
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """The newest checkpoint that can be read, laid out on the devices as `like` is.
+        """Loads the newest readable checkpoint: the state, sharded like `like`, and the data iterator's state.
 
-        Newer ones that cannot are put aside, so that the run can write them anew. If none can, nothing is touched.
+        Newer, unreadable checkpoints are moved to `checkpoints.damaged`, so that the run can write those steps again.
+        If no checkpoint is readable, nothing is moved and an InputError is raised.
         """
         args = ocp.args.Composite(state=_restored_like(like), data=ocp.args.JsonRestore())
         damaged = {}
@@ -60,25 +61,25 @@ class Checkpoints:
             except Exception as error:  # orbax raises many kinds
                 reason = next(iter(str(error).splitlines()), type(error).__name__)[:200]
             if not processes.all_agree(not reason):
-                damaged[step] = reason or "another process cannot read its part"
+                damaged[step] = reason or "another process cannot read its shard"
                 continue
-            processes.on_first_process(lambda: self._put_aside(damaged))
+            processes.on_first_process(lambda: self._move_damaged(damaged))
             self._manager.reload()
             return TrainState(**restored.state), restored.data
         raise_all(
-            f"no checkpoint in {self.folder} can be read (to start over, move the folder away):",
+            f"no checkpoint in {self.folder} can be read (to start the run again from step 0, move this folder away):",
             [f"step {step}: {reason}" for step, reason in damaged.items()],
         )
 
-    def _put_aside(self, damaged: dict[int, str]) -> None:
+    def _move_damaged(self, damaged: dict[int, str]) -> None:
         for step, reason in damaged.items():
-            aside = self.folder.with_name(f"{self.folder.name}.damaged") / f"{step}-{time.time_ns()}"
-            aside.parent.mkdir(exist_ok=True)
-            (self.folder / str(step)).rename(aside)
-            say(f"warning: the checkpoint of step {step} is damaged ({reason}); put aside as {aside}")
+            target = self.folder.with_name(f"{self.folder.name}.damaged") / f"{step}-{time.time_ns()}"
+            target.parent.mkdir(exist_ok=True)
+            (self.folder / str(step)).rename(target)
+            say(f"warning: the checkpoint of step {step} is damaged ({reason}); moved to {target}")
 
     def average(self, count: int, like: TrainState) -> tuple[Arrays, list[int]]:
-        """The mean of the trained parameters of the last `count` checkpoints, and their steps."""
+        """The mean of the trained parameters over the last `count` checkpoints, and the steps of those checkpoints."""
         steps = sorted(self._manager.all_steps())[-count:]
         args = ocp.args.Composite(state=_restored_like(like))
         total = None
@@ -88,11 +89,11 @@ class Checkpoints:
         return jax.tree.map(lambda x: x / len(steps), total), steps
 
     def wait(self) -> None:
-        """Until what is being written is there."""
+        """Blocks until asynchronous saves have finished."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """The last thing to do, once all is written."""
+        """Waits for pending saves and releases orbax's resources."""
         self.wait()
         self._manager.close()
 

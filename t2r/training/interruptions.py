@@ -1,4 +1,4 @@
-"""What may interrupt a run, and what becomes of it: SIGTERM, a full disk, threads of libraries that fail."""
+"""Handling of interruptions during training: SIGTERM, a full disk, and noisy errors from library threads."""
 
 import contextlib
 import errno
@@ -17,24 +17,26 @@ from t2r.training.checkpoint import Checkpoints
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[Callable[[int], bool]]:
-    """Within it SIGTERM does not end the process; the function, called at every step, says whether one has come."""
-    if processes.is_distributed():  # jax.distributed catches it, and lets all stop after the same step
+    """Catches SIGTERM. Yields a function of the step, to be called at every step: True once SIGTERM was received."""
+    if processes.is_distributed():  # jax.distributed catches the signal and picks one step for all processes
         yield processes.stop_requested
         return
-    if threading.current_thread() is not threading.main_thread():  # only there can signals be caught
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # Python allows signal handlers in the main thread only
         yield lambda step: False
         return
-    came = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: came.set())
+    received = threading.Event()
+    previous_handler = signal.signal(signal.SIGTERM, lambda *_: received.set())
     try:
-        yield lambda step: came.is_set()
+        yield lambda step: received.is_set()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 @contextlib.contextmanager
 def full_disk_explained(workdir: Path, checkpoints: Checkpoints) -> Iterator[None]:
-    """Turns what libraries raise when the disk is full into one error; removes the unfinished checkpoint."""
+    """Turns any library's disk-full error into one InputError; deletes the partly written checkpoint."""
     try:
         yield
     except Exception as error:
@@ -44,8 +46,8 @@ def full_disk_explained(workdir: Path, checkpoints: Checkpoints) -> Iterator[Non
         steps = ", ".join(map(str, checkpoints.steps)) or "none yet"
         raise InputError(
             f"the disk of {workdir} is full ({shutil.disk_usage(workdir).free:,} bytes free): the run has stopped. "
-            f"Intact: the checkpoints of steps {steps}. Free some space, or lower config.keep_checkpoints; the same "
-            "command goes on from the last"
+            f"Intact: the checkpoints of steps {steps}. Free some space, or lower config.keep_checkpoints; then run "
+            "the same command to resume from the last of them"
         ) from error
 
 
@@ -58,16 +60,16 @@ def _is_full_disk(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Keeps orbax from reporting each phase of each save, and a failed save once an array. Undone at the end."""
+    """Silences orbax's log lines about each phase of a save, and all but one report of a failed save."""
     levels = {"absl": logging.ERROR, "asyncio": logging.CRITICAL}
-    before = {name: logging.getLogger(name).level for name in levels}
-    hook = threading.excepthook
+    previous_levels = {name: logging.getLogger(name).level for name in levels}
+    previous_hook = threading.excepthook
 
     def report_once(failure: threading.ExceptHookArgs) -> None:
-        # What fails in a thread of orbax is raised again where its result is awaited.
+        # Orbax raises an error of its threads again in the thread that waits for the result.
         modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(failure.exc_traceback))
         if not any(name.startswith("orbax.") for name in modules):
-            hook(failure)
+            previous_hook(failure)
 
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
@@ -75,6 +77,6 @@ def quiet_libraries() -> Iterator[None]:
     try:
         yield
     finally:
-        threading.excepthook = hook
-        for name, level in before.items():
+        threading.excepthook = previous_hook
+        for name, level in previous_levels.items():
             logging.getLogger(name).setLevel(level)

@@ -1,4 +1,4 @@
-"""What a run reports: `metrics.jsonl`, a line per logged step, and the same as TensorBoard scalars."""
+"""The metrics of a run: `metrics.jsonl`, one line per logged step, and the same values as TensorBoard scalars."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from t2r import processes
 
 
 class Metrics:
-    """Appends to a run's metrics. A continued run first drops what was logged after its checkpoint.
+    """Appends to a run's metrics. Lines after step `start`, the checkpoint that a run resumes from, are deleted first.
 
-    Of several processes, the first writes.
+    With several processes, only the first one writes.
     """
 
     def __init__(self, workdir: Path, start: int):
@@ -19,16 +19,15 @@ class Metrics:
         if not self._writes:
             return
         path = workdir / "metrics.jsonl"
-        kept = [line for line in read_metrics(path) if line["step"] <= start]
+        lines = [line for line in read_metrics(path) if line["step"] <= start]
         unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines))
         os.replace(unfinished, path)
         self._file = path.open("a")
-        board = _summary_writer()
-        self._board = board(str(workdir / "tensorboard"), purge_step=start + 1, write_to_disk=True)
+        self._board = _summary_writer()(str(workdir / "tensorboard"), purge_step=start + 1, write_to_disk=True)
 
     def write(self, step: int, **values: float) -> None:
-        """One line, on disk when this returns."""
+        """Writes one line and flushes it to disk."""
         if not self._writes:
             return
         self._file.write(json.dumps({"step": step, **values}) + "\n")
@@ -37,6 +36,7 @@ class Metrics:
             self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
+        """Closes both files."""
         if not self._writes:
             return
         self._file.close()
@@ -44,20 +44,20 @@ class Metrics:
 
 
 def _summary_writer() -> type:
-    """tensorboardX's, imported without torch, which it would load where it finds it: two seconds for nothing."""
-    hidden = "torch" not in sys.modules
-    if hidden:
+    """tensorboardX's SummaryWriter, imported with torch hidden: tensorboardX would import torch, which takes 2 s."""
+    hide_torch = "torch" not in sys.modules
+    if hide_torch:
         sys.modules["torch"] = None
     try:
         from tensorboardX import SummaryWriter
     finally:
-        if hidden:
+        if hide_torch:
             del sys.modules["torch"]
     return SummaryWriter
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The whole lines of a metrics file; a last line cut short by a crash is left out."""
+    """The complete lines of a metrics file; a last line that a crash cut off is skipped."""
     if not path.exists():
         return []
     text = path.read_text()

@@ -1,4 +1,4 @@
-"""Optimizers and schedules as the paper used them, from optax."""
+"""The paper's optimizers and learning rate schedules, built from optax."""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,12 @@ from t2r.errors import InputError
 
 
 def make_optimizer(fields: ConfigDict, steps: int) -> optax.GradientTransformation:
-    """Clipping, then Adam or Nesterov momentum, then decoupled weight decay, all times the scheduled rate."""
+    """Gradient clipping, then Adam or Nesterov momentum, then decoupled weight decay; scaled by the learning rate."""
     parts = [optax.clip_by_global_norm(fields.clip_norm)] if fields.clip_norm else []
     if fields.name == "adam":
         parts.append(optax.scale_by_adam(b1=fields.b1, b2=fields.b2, eps=fields.eps))
     elif fields.name == "nesterov":
-        # Equal to the paper's toolkit's `nag`, whose velocity carries the rate: dividing it out leaves this.
+        # Equal to `nag` of fairseq, the paper's toolkit: there the velocity contains the learning rate as a factor.
         parts.append(optax.trace(decay=fields.momentum, nesterov=True))
     else:
         raise InputError(f"config.optimizer.name={fields.name!r}: choose adam or nesterov")
@@ -24,31 +24,34 @@ def make_optimizer(fields: ConfigDict, steps: int) -> optax.GradientTransformati
 
 
 def decayed(params: dict[str, jax.Array]) -> dict[str, bool]:
-    """Weight decay falls on matrices; biases, norms and φ's biases are spared."""
+    """Which parameters have weight decay: matrices, but neither biases (also those of φ) nor norms."""
     return {name: array.ndim > 1 and not name.endswith("bias") for name, array in params.items()}
 
 
 def make_schedule(fields: ConfigDict, steps: int) -> optax.Schedule:
-    """Learning rate by step: a linear warm-up, then one of the paper's two decays or none."""
+    """step → learning rate: a linear warm-up, then cosine cycles, inverse square root decay, or a constant."""
     warmup = fields.warmup_steps
-    rise = optax.linear_schedule(fields.warmup_from, fields.learning_rate, warmup)
+    warm_up = optax.linear_schedule(fields.warmup_from, fields.learning_rate, warmup)
     if fields.schedule == "cosine_cycles":
-        first = fields.period or max(steps - warmup, 1)
-        return cosine_cycles(fields, rise, warmup, first, steps)
+        period = fields.period or max(steps - warmup, 1)
+        return cosine_cycles(fields, warm_up, warmup, period, steps)
     if fields.schedule == "inverse_sqrt":
         peak = max(warmup, 1)
-        # Counted from the end of the warm-up; before it this is computed too, and thrown away.
-        fall = lambda step: fields.learning_rate * (peak / jnp.maximum(step + peak, 1)) ** 0.5  # noqa: E731
-        return optax.join_schedules([rise, fall], [warmup])
+        # join_schedules counts from the end of the warm-up. Before it `step` is negative and the value is not used.
+        decay = lambda step: fields.learning_rate * (peak / jnp.maximum(step + peak, 1)) ** 0.5  # noqa: E731
+        return optax.join_schedules([warm_up, decay], [warmup])
     if fields.schedule == "constant":
-        return optax.join_schedules([rise, optax.constant_schedule(fields.learning_rate)], [warmup])
+        return optax.join_schedules([warm_up, optax.constant_schedule(fields.learning_rate)], [warmup])
     raise InputError(f"config.optimizer.schedule={fields.schedule!r}: choose cosine_cycles, inverse_sqrt or constant")
 
 
-def cosine_cycles(fields: ConfigDict, rise: optax.Schedule, warmup: int, period: float, steps: int) -> optax.Schedule:
-    """Loshchilov & Hutter's restarts: each cycle is longer by `period_growth` and lower by `peak_shrink`."""
+def cosine_cycles(
+    fields: ConfigDict, warm_up: optax.Schedule, warmup: int, period: float, steps: int
+) -> optax.Schedule:
+    """Cosine decay with warm restarts (Loshchilov & Hutter): each cycle is `period_growth` times as long as the one
+    before, and its rates are `peak_shrink` times as high."""
     lowest = fields.min_learning_rate / fields.learning_rate
-    schedules, bounds = [rise], [warmup]
+    schedules, bounds = [warm_up], [warmup]
     shrink = 1.0
     while True:
         schedules.append(optax.cosine_decay_schedule(fields.learning_rate * shrink, int(period), alpha=lowest))

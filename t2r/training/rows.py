@@ -1,4 +1,4 @@
-"""The rows of the paper's translation table: what takes the place of softmax, and where training starts."""
+"""The rows of the paper's Table 2 (machine translation): each model's feature map and where its training starts."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,12 @@ from t2r.errors import InputError
 
 
 class TableRow(NamedTuple):
-    """Feature map, features of causal and of cross attention (0: the map's own), and whether to start at random."""
+    """One model of the table."""
 
-    feature_map: str
-    features: int = 0
-    cross_features: int = 0
-    from_scratch: bool = False
+    feature_map: str  # "": softmax
+    features: int = 0  # feature size of causal attention; 0: the feature map's default
+    cross_features: int = 0  # feature size of cross attention; 0: the feature map's default
+    from_scratch: bool = False  # random initialisation; else a pretrained transformer is converted
 
 
 ROWS = {
@@ -24,12 +24,12 @@ ROWS = {
     "elu": TableRow("elu"),
     "rfa": TableRow("rfa", 4, 32),
     "t2r": TableRow("t2r", 4, 32),
-    "softmax": TableRow(""),  # not in the paper: the same finetuning without a conversion, as a control
+    "softmax": TableRow(""),  # a control that is not in the paper: the same finetuning without a conversion
 }
 
 
 def translation_row(config: ConfigDict, name: str) -> TableRow:
-    """Looks a row up and sets the config's conversion to it."""
+    """The row of this name; sets config.convert to its feature map and sizes."""
     if name not in ROWS:
         raise InputError(f"unknown row {name!r}: choose one of {', '.join(ROWS)}")
     row = ROWS[name]

@@ -1,4 +1,4 @@
-"""A run as shapes: its model, state and batches without weights or data, to be lowered, compiled or counted."""
+"""An abstract run: model, state and batch as `jax.ShapeDtypeStruct`s, to lower, compile or count without any data."""
 
 from typing import NamedTuple
 
@@ -22,12 +22,12 @@ from t2r.training.optimizer import make_optimizer
 from t2r.training.sharding import batch_ways, sequences_per_part
 from t2r.training.step import Objective, Step, TrainState, init_state, make_step
 
-# Pairs are of many lengths, which only the data knows: tokens a side of those that shapes are made for.
+# Sentence pairs have many lengths, which depend on the data; an abstract batch has this many tokens per side.
 PAIR_LENGTH = 64
 
 
-class RunShapes(NamedTuple):
-    """All arrays are shapes and types."""
+class AbstractRun(NamedTuple):
+    """What a training step needs, without values."""
 
     model: LanguageModel
     optimizer: optax.GradientTransformation
@@ -36,49 +36,53 @@ class RunShapes(NamedTuple):
     teacher: Teacher | None = None
 
     def step(self, mesh: Mesh, smoothing: float) -> Step:
+        """The training step for this run on a mesh."""
         return make_step(Objective(self.model, smoothing, self.teacher), self.optimizer, mesh, self.state)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a part that are predicted."""
-        rows, width = self.batch.tokens.shape
-        return rows * (width - 1)
+        """Predicted tokens in one part of a step."""
+        sequences, tokens = self.batch.tokens.shape
+        return sequences * (tokens - 1)
 
 
-def run_of_shapes(config: ConfigDict, mesh: Mesh) -> RunShapes:
-    """What a config trains."""
-    model = model_of_shapes(config)
+def abstract_run(config: ConfigDict, mesh: Mesh) -> AbstractRun:
+    """The abstract run of a config."""
+    model = abstract_converted_model(config)
     optimizer = make_optimizer(config.optimizer, config.steps)
     trained = trainable_names(model, config.trainable)
-    teacher = Teacher(abstract_model(architecture_of(config)), config.teacher.soft) if has_teacher(config) else None
+    teacher = Teacher(abstract_model(base_architecture(config)), config.teacher.soft) if has_teacher(config) else None
 
-    def first_state(arrays: Arrays, known: Arrays | None) -> TrainState:
-        return init_state(arrays, trained, optimizer, config.seed, teacher=known)
+    def first_state(arrays: Arrays, teacher_arrays: Arrays | None) -> TrainState:
+        return init_state(arrays, trained, optimizer, config.seed, teacher=teacher_arrays)
 
     state = jax.eval_shape(first_state, arrays_of(model), teacher and arrays_of(teacher.model))
-    return RunShapes(model, optimizer, state, part_of_shapes(config, batch_ways(mesh)), teacher)
+    return AbstractRun(model, optimizer, state, abstract_part(config, batch_ways(mesh)), teacher)
 
 
-def model_of_shapes(config: ConfigDict) -> LanguageModel:
-    """Its model, converted as the config says."""
-    model, plan = abstract_model(architecture_of(config)), conversion(config)
+def abstract_converted_model(config: ConfigDict) -> LanguageModel:
+    """The abstract model that a config trains, after conversion."""
+    model, plan = abstract_model(base_architecture(config)), conversion(config)
     return jax.eval_shape(lambda: swap(model, **plan)) if plan else model
 
 
-def architecture_of(config: ConfigDict) -> ModelConfig:
-    """The model config before conversion: of `init_from` if it is there, of its preset if not, or the config's own."""
+def base_architecture(config: ConfigDict) -> ModelConfig:
+    """The model config before conversion: that of `init_from`, or of `init_preset` if that directory does not exist.
+
+    Without `init_from`: config.model.
+    """
     if not config.init_from:
         return from_dict({**config.model, **_vocabulary(config)})
     path = model_dir.resolve(config.init_from)
     if path.exists():
         return model_dir.load_config(path, **config.model)
     if not config.init_preset:
-        raise InputError(f"no {path}, and config.init_preset does not say what it will be: train it first, or set that")
+        raise InputError(f"config.init_from: no {path}. Train it first, or set config.init_preset to its architecture")
     return preset(config.init_preset, **{**config.model, **_vocabulary(config)})
 
 
 def _vocabulary(config: ConfigDict) -> dict:
-    """What the tokenizer would say."""
+    """The model config fields that the tokenizer, which does not exist yet, will determine."""
     data = config.data
     sizes = {"vocab_size": data.vocab_size} if data.vocab_size else {}
     if is_pairs(data.source) and not data.joint_tokenizer:
@@ -86,14 +90,14 @@ def _vocabulary(config: ConfigDict) -> dict:
     return sizes
 
 
-def part_of_shapes(config: ConfigDict, ways: int) -> Batch:
-    """One part of a step; of pairs, with PAIR_LENGTH tokens a side."""
+def abstract_part(config: ConfigDict, ways: int) -> Batch:
+    """The abstract batch of one part of a step; pairs have PAIR_LENGTH tokens per side."""
 
-    def ids(rows: int, width: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, width), jnp.int32)
+    def ids(sequences: int, length: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((sequences, length), jnp.int32)
 
     if not is_pairs(config.data.source):
         return Batch(ids(sequences_per_part(config, ways), config.data.length + 1))
     tokens = config.data.batch_tokens // config.accumulate
-    rows = max(tokens // PAIR_LENGTH // ways, 1) * ways
-    return Batch(ids(rows, PAIR_LENGTH + 1), ids(rows, PAIR_LENGTH))
+    pairs = max(tokens // PAIR_LENGTH // ways, 1) * ways
+    return Batch(ids(pairs, PAIR_LENGTH + 1), ids(pairs, PAIR_LENGTH))

@@ -1,4 +1,4 @@
-"""The device mesh of a run, and how values get onto it. Its devices may belong to several processes."""
+"""The device mesh of a run, and placement of arrays and batches on it. Devices may belong to several processes."""
 
 import math
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from t2r.layout import AXES, RULES
 
 
 def make_mesh(axes: ConfigDict, available: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of the devices there are: so many along each axis; one axis may be -1 and takes what the others leave."""
+    """A mesh with `axes[name]` devices along each axis; one axis may be -1 and gets all remaining devices."""
     available = jax.devices() if available is None else available
     devices, sizes = len(available), {name: axes.get(name, 1) for name in AXES}
-    asked = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    given = ", ".join(f"{name}={size}" for name, size in sizes.items())
     free = [name for name, size in sizes.items() if size == -1]
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if len(free) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
-        raise InputError(f"config.mesh has {asked}: sizes are at least 1, and one may be -1 for all that are left")
+        raise InputError(f"config.mesh has {given}: sizes must be at least 1; one may be -1, for all remaining devices")
     if fixed > devices or (free and devices % fixed):
-        raise InputError(f"config.mesh has {asked}: that does not fit {devices} devices")
+        raise InputError(f"config.mesh has {given}, which does not fit {devices} devices: lower a size")
     for name in free:
         sizes[name] = devices // fixed
     used = available[: math.prod(sizes.values())]
@@ -33,57 +33,57 @@ def make_mesh(axes: ConfigDict, available: Sequence[jax.Device] | None = None) -
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same on every device."""
+    """The sharding of an array that is copied to every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Sequences divided among the devices: (batch, length)."""
+    """The sharding of (batch, length) arrays: sequences are divided among the data and fsdp axes."""
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
 
 
 def batch_ways(mesh: Mesh) -> int:
-    """Among how many devices the sequences of a batch are divided."""
+    """The number of shards that the sequences of a batch are divided into."""
     return math.prod(mesh.shape[axis] for axis in RULES["batch"])
 
 
 def sequences_per_part(config: ConfigDict, ways: int) -> int:
-    """Sequences in one of a step's parts, for language models; they must divide among the devices."""
-    rows = config.data.batch // config.accumulate
-    if rows % ways:
+    """Language models: sequences in one part of a step; must be a multiple of the number of batch shards, `ways`."""
+    sequences = config.data.batch // config.accumulate
+    if sequences % ways:
         raise InputError(
-            f"config.data.batch={config.data.batch} over config.accumulate={config.accumulate} must divide among the "
-            f"{ways} devices of config.mesh.data and fsdp; those of config.mesh.tensor share sequences"
+            f"config.data.batch={config.data.batch} over config.accumulate={config.accumulate} must be a multiple of "
+            f"the {ways} devices of config.mesh.data and fsdp (devices along config.mesh.tensor share sequences)"
         )
-    return rows
+    return sequences
 
 
 def place(tree: Any, layout: Any) -> Any:
-    """A tree of arrays that every process has, laid out on the mesh."""
+    """Puts a tree of host arrays, equal in all processes, on devices with the given tree of shardings."""
 
-    def one(array: Any, sharding: NamedSharding) -> jax.Array:
+    def place_array(array: Any, sharding: NamedSharding) -> jax.Array:
         if sharding.is_fully_addressable:
             return jax.device_put(array, sharding)
         host = np.asarray(array)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
-    return jax.tree.map(one, tree, layout)
+    return jax.tree.map(place_array, tree, layout)
 
 
 def load_batch(part: LazyBatch, mesh: Mesh) -> Batch:
-    """A batch on the mesh, of which each process has read the rows of its own devices."""
-    sharding, pieces = batch_sharding(mesh), {}
+    """A batch on the mesh; each process reads only the sequences of its own devices."""
+    sharding, shards = batch_sharding(mesh), {}
 
-    def piece(index: tuple[slice, ...]) -> Batch:  # devices that share rows share what was read
-        if (found := index[0].indices(len(part.rows))) not in pieces:
-            pieces[found] = part.read(part.rows[index[0]])
-        return pieces[found]
+    def shard(index: tuple[slice, ...]) -> Batch:  # read once, also if several devices hold the same sequences
+        if (bounds := index[0].indices(len(part.rows))) not in shards:
+            shards[bounds] = part.read(part.rows[index[0]])
+        return shards[bounds]
 
     def field(name: str) -> jax.Array | None:
-        if getattr(like, name) is None:
+        if getattr(example, name) is None:
             return None
-        shape = (len(part.rows), *getattr(like, name).shape[1:])
-        return jax.make_array_from_callback(shape, sharding, lambda index: getattr(piece(index), name))
+        shape = (len(part.rows), *getattr(example, name).shape[1:])
+        return jax.make_array_from_callback(shape, sharding, lambda index: getattr(shard(index), name))
 
-    like = part.read(part.rows[:1])
+    example = part.read(part.rows[:1])  # one sequence, for the shapes
     return Batch(*map(field, Batch._fields))

@@ -1,5 +1,7 @@
-"""One training step: gradients of its parts, added up, then one update. Pure functions, and a builder that compiles
-them for a mesh."""
+"""One training step: gradients of its parts are accumulated, then the parameters are updated once.
+
+Pure functions, and `make_step`, which compiles them for a mesh.
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -13,33 +15,33 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from t2r.batch import Batch
-from t2r.conversion.transfer import converted, transfer_losses
+from t2r.conversion.transfer import converted_attention_names, transfer_losses
 from t2r.layout import shardings
 from t2r.model.loss import Teacher, total_loss
 from t2r.model.parameters import Arrays, with_arrays
 from t2r.model.transformer import LanguageModel
 from t2r.training.sharding import batch_sharding, replicated
 
-TEACHER = "teacher."
-# On one GPU a part of a step is one CUDA graph, its loops and conditions in it: else the GPU waits for the host at each
-# of them (results/train_speed.md). These are XLA's own choice of commands and two more. Elsewhere there are no graphs.
-OPTIONS = {
+TEACHER = "teacher."  # prefix of the teacher's arrays in TrainState.frozen
+# On one GPU, each part of a step becomes one CUDA graph with its loops and conditionals inside; otherwise the GPU waits
+# for the host at each of them (results/train_speed.md). This is XLA's default list with WHILE and CONDITIONAL added.
+COMPILER_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 }
 
 
 class TrainState(NamedTuple):
-    """All that changes while training, and what it is computed with."""
+    """All arrays of a training run; also what a checkpoint holds."""
 
     step: Int[Array, ""]
     trained: Arrays
     frozen: Arrays
     optimizer: optax.OptState
-    key: Array  # the data of a random key, never changed: each step folds its number in
+    key: Array  # data of the run's random key; constant, since each step folds its number in
 
 
 class Total(NamedTuple):
-    """What the parts of a step add up to."""
+    """Sums over the parts of a step so far."""
 
     losses: dict[str, Float[Array, ""]]
     tokens: Int[Array, ""]
@@ -54,7 +56,7 @@ def init_state(
     *,
     teacher: Arrays | None = None,
 ) -> TrainState:
-    """The state before the first step; a teacher's arrays are among the frozen."""
+    """The state before the first step. A teacher's arrays are stored with the frozen parameters."""
     parameters = {name: array for name, array in arrays.items() if name in trained}
     frozen = {name: array for name, array in arrays.items() if name not in trained}
     frozen |= {TEACHER + name: array for name, array in (teacher or {}).items()}
@@ -63,15 +65,15 @@ def init_state(
 
 
 def teacher_arrays(frozen: Arrays) -> Arrays:
-    """The teacher's own, by their own names."""
+    """The teacher's arrays among the frozen ones, without the prefix in their names."""
     return {name.removeprefix(TEACHER): array for name, array in frozen.items() if name.startswith(TEACHER)}
 
 
 class Objective(NamedTuple):
-    """What a step minimises: the loss of the model on a batch, or how far its attention is from the teacher's.
+    """What a step minimises: the loss of the model on a batch; or, with `transfer`, the distance of each converted
+    attention's output from that of the softmax attention it replaces (`t2r.conversion.transfer`).
 
-    Models may be abstract: their arrays are in the state. With `transfer` each converted attention learns alone from
-    the one it replaces, see `t2r.conversion.transfer`.
+    Models may be abstract: their arrays are taken from the state.
     """
 
     model: LanguageModel
@@ -81,14 +83,17 @@ class Objective(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The losses that are added up: one, or with `transfer` one for each converted attention."""
-        return converted(self.model) if self.transfer else ["loss"]
+        """Names of the losses: ["loss"], or with `transfer` one name for each converted attention."""
+        return converted_attention_names(self.model) if self.transfer else ["loss"]
 
 
 def losses_of(
     objective: Objective, trained: Arrays, frozen: Arrays, batch: Batch, key: PRNGKeyArray
 ) -> tuple[Float[Array, ""], tuple[dict[str, Array], Int[Array, ""]]]:
-    """The mean of the losses, whose gradient is taken; the losses themselves, and how many tokens they are of."""
+    """(the scalar to differentiate: the mean of the losses, (losses by name, number of tokens)).
+
+    Each loss is a sum over tokens.
+    """
     model = with_arrays(objective.model, {**trained, **frozen})
     teacher = objective.teacher
     if teacher is not None:
@@ -102,18 +107,18 @@ def losses_of(
 
 
 def zero_total(objective: Objective, trained: Arrays) -> Total:
-    """The total before the first part."""
+    """The zero accumulator."""
     losses = {name: jnp.zeros(()) for name in objective.names}
     return Total(losses, jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, trained))
 
 
 def forward(objective: Objective, state: TrainState, batch: Batch, part: Array) -> tuple[dict[str, Array], Array]:
-    """The losses and tokens of one part, without gradients."""
+    """Losses and number of tokens of one part, without gradients."""
     return losses_of(objective, state.trained, state.frozen, batch, _part_key(state, part))[1]
 
 
 def add_part(objective: Objective, total: Total, state: TrainState, batch: Batch, part: Array) -> Total:
-    """The total with the losses and gradients of one more part."""
+    """Adds the losses, tokens and gradients of one part to the total."""
     gradient_of = jax.value_and_grad(functools.partial(losses_of, objective), has_aux=True)
     (_, (losses, tokens)), gradient = gradient_of(state.trained, state.frozen, batch, _part_key(state, part))
     return jax.tree.map(jnp.add, total, Total(losses, tokens, gradient))
@@ -122,7 +127,7 @@ def add_part(objective: Objective, total: Total, state: TrainState, batch: Batch
 def finish(
     objective: Objective, optimizer: optax.GradientTransformation, state: TrainState, total: Total
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Updates the parameters by the mean gradient over all tokens; returns the step's metrics beside the state."""
+    """Updates the parameters with the mean gradient over all tokens: (new state, metrics of the step)."""
     gradient = jax.tree.map(lambda x: x / total.tokens, total.gradient)
     updates, opt_state = optimizer.update(gradient, state.optimizer, state.trained)
     trained = optax.apply_updates(state.trained, updates)
@@ -138,13 +143,13 @@ def _mean(losses: dict[str, Array]) -> Array:
 
 
 def _part_key(state: TrainState, part: Array) -> PRNGKeyArray:
-    """The random key of a part, from the run's seed, the step and the part's number."""
+    """The random key of a part: the run's key, with the step and the part's number folded in."""
     key = jax.random.wrap_key_data(state.key)
     return jax.random.fold_in(jax.random.fold_in(key, state.step), part)
 
 
 class Step(NamedTuple):
-    """The compiled programs of a step on a mesh. Parts may have different shapes: each shape is compiled once."""
+    """The jitted programs of a step on a mesh. Parts may have different shapes; each shape is compiled once."""
 
     mesh: Mesh
     zero_total: Callable[[Arrays], Total]
@@ -153,7 +158,7 @@ class Step(NamedTuple):
     forward: Callable[[TrainState, Batch, np.uint32], tuple[dict[str, Array], Array]]
 
     def __call__(self, state: TrainState, parts: Sequence[Batch]) -> tuple[TrainState, dict[str, Array]]:
-        """step(state, parts) → (state, {loss, gradient_norm, tokens}); the state is donated."""
+        """Runs one step: (new state, {loss, gradient_norm, tokens}). The old state is donated."""
         with jax.set_mesh(self.mesh):
             total = self.zero_total(state.trained)
             for number, batch in enumerate(self._placed(parts)):
@@ -161,13 +166,13 @@ class Step(NamedTuple):
             return self.finish(state, total)
 
     def forward_pass(self, state: TrainState, parts: Sequence[Batch]) -> list[tuple[dict[str, Array], Array]]:
-        """The losses and tokens of each part, without gradients: for benchmarks."""
+        """Losses and number of tokens of each part, without gradients; for benchmarks."""
         with jax.set_mesh(self.mesh):
             batches = enumerate(self._placed(parts))
             return [self.forward(state, batch, np.uint32(number)) for number, batch in batches]
 
     def lower(self, state: TrainState, batch: Batch, *platforms: str) -> dict[str, jax.stages.Lowered]:
-        """The programs of a step for a part of this shape, not compiled yet; from shapes alone, for any platform."""
+        """The lowered programs of a step for parts of this shape, for any platforms. Arguments may be abstract."""
         options = dict(lowering_platforms=platforms) if platforms else {}
         with jax.set_mesh(self.mesh):
             total = jax.eval_shape(self.zero_total, state.trained)
@@ -182,18 +187,18 @@ class Step(NamedTuple):
 
 
 def make_step(objective: Objective, optimizer: optax.GradientTransformation, mesh: Mesh, like: TrainState) -> Step:
-    """The step for states of the structure and shapes of `like`, sharded over the mesh as `t2r.layout` says."""
+    """The step for states with the structure and shapes of `like`, sharded over the mesh by `t2r.layout`."""
     everywhere, sequences, layout = replicated(mesh), batch_sharding(mesh), shardings(like, mesh)
     totals = Total(everywhere, everywhere, layout.trained)
 
-    def compiled(function: Callable, inputs: tuple, outputs: Any, **options: Any) -> Callable:
+    def jit(function: Callable, inputs: tuple, outputs: Any, **options: Any) -> Callable:
         return jax.jit(function, in_shardings=inputs, out_shardings=outputs, **options)
 
-    of, graph = functools.partial, dict(compiler_options=OPTIONS)
+    bind, cuda_graph = functools.partial, dict(compiler_options=COMPILER_OPTIONS)
     return Step(
         mesh,
-        compiled(of(zero_total, objective), (layout.trained,), totals),
-        compiled(of(add_part, objective), (totals, layout, sequences, None), totals, donate_argnums=0, **graph),
-        compiled(of(finish, objective, optimizer), (layout, totals), (layout, everywhere), donate_argnums=0),
-        compiled(of(forward, objective), (layout, sequences, None), everywhere, **graph),
+        jit(bind(zero_total, objective), (layout.trained,), totals),
+        jit(bind(add_part, objective), (totals, layout, sequences, None), totals, donate_argnums=0, **cuda_graph),
+        jit(bind(finish, objective, optimizer), (layout, totals), (layout, everywhere), donate_argnums=0),
+        jit(bind(forward, objective), (layout, sequences, None), everywhere, **cuda_graph),
     )

@@ -1,7 +1,7 @@
-"""The two things a model is trained to do, language modelling and translation: their data, batches and validation."""
+"""The two training tasks, language modelling and translation: their data, batches and validation."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -18,36 +18,38 @@ from t2r.model.transformer import LanguageModel, check_length
 from t2r.training.sharding import sequences_per_part
 from t2r.training.teacher import written_pairs, written_tokens
 
-Texts = tuple[np.ndarray, np.ndarray]  # all ids, and where each text ends
+Corpus = tuple[np.ndarray, np.ndarray]  # the token ids of all documents, and the index at which each document ends
+TRAINING_SHARE = 19, 20  # 19 of 20 texts that the teacher generates are trained on; the rest validates
+VALIDATION_TOKENS = 4096  # padded tokens per side in a validation batch of pairs
 
 
+@runtime_checkable
 class Task(Protocol):
-    """What the trainer needs to know of it."""
+    """What the trainer needs from a task."""
 
-    summary: str  # the data, in words
+    summary: str  # a sentence about the data, for the log
 
-    def batches(self) -> grain.DatasetIterator: ...  # lists of parts, endless, resumable
+    def batches(self) -> grain.DatasetIterator: ...  # endless and resumable; each item is the list of parts of one step
     def validate(self, model: LanguageModel) -> float: ...  # perplexity
 
 
 class LanguageModelling:
-    """Predict each token of a text from those before it."""
+    """Predicts each token of a text from the tokens before it."""
 
     def __init__(self, config: ConfigDict, workdir: Path, model: LanguageModel, tokenizer: Tokenizer, devices: int):
         check_length(model.config, config.data.length)
-        sequences_per_part(config, devices)  # or there is no batch
+        sequences_per_part(config, devices)  # raises if the batch cannot be divided
         data, self._config, self._start = config.data, config, tokenizer.end
-        (tokens, ends), self._valid = _texts(config, workdir, tokenizer)
-        by_document = data.documents
-        self._rows = Documents(tokens, ends, data.length, tokenizer.end) if by_document else Blocks(tokens, data.length)
-        self.summary = (
-            f"{len(tokens):,} tokens, in batches of {data.batch} {'documents' if by_document else 'blocks'} of "
-        )
-        self.summary += f"{data.length:,}"
+        (tokens, ends), self._valid = _corpora(config, workdir, tokenizer)
+        if data.documents:
+            self._sequences, kind = Documents(tokens, ends, data.length, tokenizer.end), "documents"
+        else:
+            self._sequences, kind = Blocks(tokens, data.length), "blocks"
+        self.summary = f"{len(tokens):,} tokens, in batches of {data.batch} {kind} of {data.length:,}"
 
     def batches(self) -> grain.DatasetIterator:
         config = self._config
-        return training_batches(self._rows, batch=config.data.batch, seed=config.seed, parts=config.accumulate)
+        return training_batches(self._sequences, batch=config.data.batch, seed=config.seed, parts=config.accumulate)
 
     def validate(self, model: LanguageModel) -> float:
         tokens, ends = self._valid
@@ -58,7 +60,7 @@ class LanguageModelling:
 
 
 class Translation:
-    """Predict each token of a target from its source and the target's tokens before it."""
+    """Predicts each target token from the source and the target tokens before it."""
 
     def __init__(self, config: ConfigDict, workdir: Path, model: LanguageModel, tokenizer: TokenizerPair, devices: int):
         data = config.data
@@ -73,7 +75,7 @@ class Translation:
         self._parts = config.accumulate
         tokens = data.batch_tokens // config.accumulate
         self._buckets = buckets = Buckets(train, tokens=tokens, seed=config.seed, ratio=data.max_ratio, **options)
-        self._valid = Buckets(valid, tokens=4096, **options)
+        self._valid = Buckets(valid, tokens=VALIDATION_TOKENS, **options)
         self.summary = (
             f"{len(train) - buckets.left_out:,} pairs (data.length={data.length} and data.max_ratio={data.max_ratio} "
             f"leave out {buckets.left_out:,}), {buckets.tokens[1]:,} target tokens, in batches of "
@@ -91,7 +93,7 @@ class Translation:
 def make_task(
     config: ConfigDict, workdir: Path, model: LanguageModel, tokenizer: Tokenizer | TokenizerPair, devices: int
 ) -> LanguageModelling | Translation:
-    """The task that data and model agree on."""
+    """The task for this data and model; raises an InputError if one is for text and the other for pairs."""
     pairs, translates = is_pairs(config.data.source), bool(model.config.encoder_layers)
     if pairs != translates:
         kinds = ("text", "pairs"), ("a language model", "a translation model")
@@ -103,7 +105,7 @@ def make_task(
 
 
 def learn_tokenizer(config: ConfigDict, workdir: Path) -> Tokenizer | TokenizerPair:
-    """The tokenizer of a model that starts from nothing, from the training data."""
+    """Trains the tokenizer of a randomly initialised model on the training data."""
     data = config.data
     (source, split), _ = _splits(config)
     if not is_pairs(source):
@@ -112,22 +114,22 @@ def learn_tokenizer(config: ConfigDict, workdir: Path) -> Tokenizer | TokenizerP
     return prepare_tokenizers(workdir, source, split, data.tokenizer, *sizes, data.joint_tokenizer)
 
 
-def _texts(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> tuple[Texts, Texts]:
-    """Texts to train on, and to validate on."""
+def _corpora(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> tuple[Corpus, Corpus]:
+    """(training corpus, validation corpus), from data.source or generated by the teacher."""
     train, valid = _splits(config)
     if not config.teacher.writes:
         return prepare_tokens(workdir, *train, tokenizer), prepare_tokens(workdir, *valid, tokenizer)
     tokens, ends = written_tokens(config, workdir, tokenizer)
     if config.data.valid:
         return (tokens, ends), prepare_tokens(workdir, *valid, tokenizer)
-    count = len(ends) * 19 // 20
+    count = len(ends) * TRAINING_SHARE[0] // TRAINING_SHARE[1]
     bound = ends[count - 1]
     return (tokens[:bound], ends[:count]), (tokens[bound:], ends[count:] - bound)
 
 
 def _splits(config: ConfigDict) -> tuple[tuple[str, str], tuple[str, str]]:
-    """(source, split) to train on, and to validate on. With a source of its own for that, all of the other trains."""
+    """(source, split) for training and for validation. With data.valid, all of data.source is for training."""
     data = config.data
-    return (
-        ((data.source, "all"), (data.valid, "all")) if data.valid else ((data.source, "train"), (data.source, "valid"))
-    )
+    if data.valid:
+        return (data.source, "all"), (data.valid, "all")
+    return (data.source, "train"), (data.source, "valid")

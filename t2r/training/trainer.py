@@ -1,4 +1,4 @@
-"""A run, top to bottom: set up, restore, steps, model directory."""
+"""A training run from start to end: set up, restore, run the steps, save the model directory."""
 
 import json
 import math
@@ -32,7 +32,7 @@ from t2r.training.task import Task, make_task
 
 
 class Run(NamedTuple):
-    """All that the steps of a run need, set up once from its config."""
+    """The constant parts of a run, set up once from its config."""
 
     config: ConfigDict
     workdir: Path
@@ -43,17 +43,20 @@ class Run(NamedTuple):
     checkpoints: Checkpoints
 
     def model(self, state: TrainState) -> LanguageModel:
-        """The model with the parameters of a state."""
+        """The model with the parameters of `state`."""
         return with_arrays(self.built.model, {**state.trained, **state.frozen})
 
     def validate(self, state: TrainState) -> float:
-        """Its perplexity on the validation data, computed on all devices."""
+        """The perplexity of the validation data under the model of `state`, computed on all devices."""
         with jax.set_mesh(self.mesh):
             return self.task.validate(self.model(state))
 
 
 def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs a config to its end, from the newest checkpoint if there is one; returns the scores of the result."""
+    """Runs a config to its last step, from the newest checkpoint if there is one.
+
+    Returns the path of the trained model, its number of steps and its validation perplexity.
+    """
     check(config)
     began = time.time()
     checkpoints = Checkpoints(workdir / "checkpoints", max(config.keep_checkpoints, config.average_checkpoints))
@@ -61,7 +64,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
         check_same_run(config, workdir)
     with quiet_libraries(), full_disk_explained(workdir, checkpoints):
         run, state, batches = set_up(config, workdir, checkpoints)
-        processes.on_first_process(lambda: write_config(config, workdir))  # nothing can be wrong with it any more
+        processes.on_first_process(lambda: write_config(config, workdir))  # after set_up, which checks it further
         state = restore(run, state, batches)
         state = run_steps(run, state, batches)
         state, averaged = average(run, state)
@@ -69,11 +72,11 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
 
 
 def check_same_run(config: ConfigDict, workdir: Path) -> None:
-    """Refuses to continue a run under another config."""
+    """Raises an InputError if the run in `workdir` has another config, apart from the fields in MAY_CHANGE."""
     before, now = json.loads((workdir / "config.json").read_text()), json.loads(config.to_json())
     changed = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
     raise_all(
-        f"{workdir} holds a run of another config (choose another workdir, or remove it):",
+        f"{workdir} holds a run with another config (choose another workdir, or remove it):",
         [f"config.{name} was {before.get(name)}, is {now[name]}" for name in changed],
     )
 
@@ -81,7 +84,7 @@ def check_same_run(config: ConfigDict, workdir: Path) -> None:
 def set_up(
     config: ConfigDict, workdir: Path, checkpoints: Checkpoints
 ) -> tuple[Run, TrainState, grain.DatasetIterator]:
-    """Model, mesh, data and optimizer; the state before the first step, on the mesh; and the batches."""
+    """(the run: model, mesh, data and optimizer; the state before the first step, on the mesh; the batches)."""
     built, mesh = build(config, workdir), make_mesh(config.mesh)
     task = make_task(config, workdir, built.model, built.tokenizer, batch_ways(mesh))
     batches = task.batches()
@@ -94,7 +97,7 @@ def set_up(
 
 
 def write_config(config: ConfigDict, workdir: Path) -> None:
-    """The resolved config, written whole or not at all."""
+    """Writes the resolved config to config.json, atomically."""
     path = workdir / "config.json"
     unfinished = path.with_suffix(f".{os.getpid()}")
     unfinished.write_text(config.to_json(indent=1) + "\n")
@@ -102,7 +105,7 @@ def write_config(config: ConfigDict, workdir: Path) -> None:
 
 
 def restore(run: Run, state: TrainState, batches: grain.DatasetIterator) -> TrainState:
-    """The state of the newest checkpoint, with the batches set to its place; the given one if there is none."""
+    """The state of the newest checkpoint, after moving `batches` to its position; `state` if there is no checkpoint."""
     if run.checkpoints.latest is not None:
         state, data = run.checkpoints.restore(state)
         batches.set_state(data)
@@ -113,17 +116,17 @@ def restore(run: Run, state: TrainState, batches: grain.DatasetIterator) -> Trai
 
 
 def run_steps(run: Run, state: TrainState, batches: grain.DatasetIterator) -> TrainState:
-    """Steps until config.steps, logging, validating and saving on the way."""
+    """Runs the remaining steps; logs, validates and saves checkpoints at the intervals of the config."""
     config, checkpoints, first = run.config, run.checkpoints, int(state.step)
     transfer, finetune = make_steps(run, state)
     log = Log(run, first)
 
-    with Progress("train", config.steps, first) as progress, stop_requests() as asked_to_stop:
+    with Progress("train", config.steps, first) as progress, stop_requests() as stop_requested:
         for step in range(first + 1, config.steps + 1):
             one_step = transfer if step <= config.teacher.transfer_steps else finetune
             state, result = one_step(state, [load_batch(part, run.mesh) for part in next(batches)])
             log.add(step, result)
-            last, stopping = step == config.steps, asked_to_stop(step)
+            last, stopping = step == config.steps, stop_requested(step)
             saving = last or stopping or step % config.checkpoint_every == 0
             evaluating = config.eval_every and step % config.eval_every == 0 and not last
             logging = last or step % config.log_every == 0
@@ -139,14 +142,14 @@ def run_steps(run: Run, state: TrainState, batches: grain.DatasetIterator) -> Tr
             if stopping and not last:
                 checkpoints.close()
                 log.metrics.close()
-                raise Stopped(f"stopped as asked, at step {step} of {config.steps}, which is saved")
+                raise Stopped(f"stopped by SIGTERM after step {step} of {config.steps}, which is saved")
     log.metrics.close()
     checkpoints.wait()
     return state
 
 
 def make_steps(run: Run, state: TrainState) -> tuple[Step | None, Step]:
-    """The step of attention transfer, if the config has any, and that of finetuning."""
+    """(the step of attention transfer, or None if the config has no transfer steps; the step of finetuning)."""
     objective = Objective(run.built.model, teacher=run.built.teacher)
     build_step = lambda **fields: make_step(objective._replace(**fields), run.optimizer, run.mesh, state)  # noqa: E731
     transfer = build_step(transfer=True) if run.config.teacher.transfer_steps else None
@@ -154,7 +157,7 @@ def make_steps(run: Run, state: TrainState) -> tuple[Step | None, Step]:
 
 
 class Log:
-    """The results of steps, looked at only now and then, since looking waits for the device."""
+    """The results of steps. They are read only when needed, because reading one waits for the device."""
 
     def __init__(self, run: Run, first: int):
         self.metrics = Metrics(run.workdir, first)
@@ -165,11 +168,11 @@ class Log:
         self._tokens, self._since = 0.0, time.monotonic()
 
     def add(self, step: int, result: dict[str, jax.Array]) -> None:
-        """Keeps the result of a step, without waiting for it."""
+        """Stores the result of a step without waiting for it."""
         self._unchecked.append((step, result))
 
     def check_finite(self, checkpoints: Checkpoints) -> None:
-        """Waits for the results so far; the first that is not finite stops the run before anything is saved."""
+        """Waits for all stored results. Raises an InputError, before anything is saved, if one is not finite."""
         for step, result in self._unchecked:
             values = {name: float(value) for name, value in result.items()}
             bad = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
@@ -181,15 +184,15 @@ class Log:
 
     def _advice(self, checkpoints: Checkpoints) -> str:
         latest, fields = checkpoints.latest, self._config.optimizer
-        kept = f"the checkpoint of step {latest} in {checkpoints.folder}" if latest is not None else "no checkpoint"
+        saved = f"the checkpoint of step {latest} in {checkpoints.folder}" if latest is not None else "no checkpoint"
         return (
             f"Lower config.optimizer.learning_rate (now {fields.learning_rate}), lengthen "
             f"config.optimizer.warmup_steps (now {fields.warmup_steps}) or tighten config.optimizer.clip_norm (now "
-            f"{fields.clip_norm}). Intact: {kept}"
+            f"{fields.clip_norm}). Intact: {saved}"
         )
 
     def write(self, step: int) -> dict[str, float]:
-        """A line of metrics; returns what the progress bar shows of it."""
+        """Writes a line of metrics; returns the values for the progress bar."""
         now = time.monotonic()
         speed = round(self._tokens / (now - self._since))
         self._tokens, self._since = 0.0, now
@@ -200,19 +203,19 @@ class Log:
 
 
 def average(run: Run, state: TrainState) -> tuple[TrainState, list[int]]:
-    """The state with the mean of the last checkpoints' parameters, if the config asks for it; and their steps."""
+    """(the state with the mean parameters of the last `average_checkpoints` checkpoints, their steps)."""
     if run.config.average_checkpoints == 1:
         steps = [int(state.step)]
     else:
         mean, steps = run.checkpoints.average(run.config.average_checkpoints, state)
         state = state._replace(trained=mean)
-        say(f"the result is the mean of the checkpoints of steps {', '.join(map(str, steps))}")
+        say(f"the final model is the mean of the checkpoints of steps {', '.join(map(str, steps))}")
     run.checkpoints.close()
     return state, steps
 
 
 def save_model(run: Run, state: TrainState, entry: dict[str, Any], began: float) -> dict[str, Any]:
-    """Validates the result and writes it to workdir/model."""
+    """Validates the final model and writes it to workdir/model, with `entry` in its history."""
     score, output = run.validate(state), run.workdir / "model"
     processes.on_first_process(lambda: record_score(run.workdir, run.config.steps, score))
     entry = {
@@ -224,15 +227,15 @@ def save_model(run: Run, state: TrainState, entry: dict[str, Any], began: float)
         "environment": environment.describe(),
     }
     model = run.model(state)
-    whole = with_arrays(model, {name: processes.gather(array) for name, array in arrays_of(model).items()})
-    content = model_dir.LoadedModel(whole, run.built.tokenizer, {"history": [*run.built.history, entry]})
+    gathered = with_arrays(model, {name: processes.gather(array) for name, array in arrays_of(model).items()})
+    content = model_dir.LoadedModel(gathered, run.built.tokenizer, {"history": [*run.built.history, entry]})
     dtype = run.config.export_dtype
     processes.on_first_process(lambda: model_dir.save(output, content, replace=True, dtype=dtype))
     return {"model": str(output), "steps": int(state.step), "valid_perplexity": score}
 
 
 def record_score(workdir: Path, step: int, score: float) -> None:
-    """The line of the finished run's validation, unless an earlier run of this command has written it."""
+    """Logs the final validation perplexity, unless an earlier invocation has logged it."""
     lines = read_metrics(workdir / "metrics.jsonl")
     if not any(line["step"] == step and "valid_perplexity" in line for line in lines):
         metrics = Metrics(workdir, step)

@@ -1,4 +1,4 @@
-"""Feature maps do what their papers say."""
+"""Feature maps against the formulas and kernels of their papers."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def vectors(seed: int, count: int = 40, dim: int = 8, scale: float = 1.0):
 
 
 def kernel(phi, x, y):
-    """φ(x)·φ(y) of all pairs, both taken as keys so that nothing is rescaled."""
+    """φ(x)·φ(y) for all pairs, both treated as keys, which are not scaled."""
     a, b = phi(x, is_query=False), phi(y, is_query=False)
     product = jnp.einsum("bngk,bmgk->nm", a.values, b.values)
     if a.log_scale is not None:
@@ -47,12 +47,12 @@ def test_elu_is_positive_and_unscaled():
 
 
 def errors_by_size(make, exact, x, y, sizes):
-    """Mean over draws of the RMS error of the kernel, for each number of features."""
-    found = []
+    """For each number of features, the RMS error of the kernel, averaged over random draws."""
+    errors = []
     for size in sizes:
         draws = [float(jnp.sqrt(jnp.mean((kernel(make(size, seed), x, y) - exact) ** 2))) for seed in range(6)]
-        found.append(np.mean(draws))
-    return found
+        errors.append(np.mean(draws))
+    return errors
 
 
 def test_rfa_approximates_the_gaussian_kernel_better_with_more_features():
@@ -66,36 +66,36 @@ def test_rfa_approximates_the_gaussian_kernel_better_with_more_features():
             super().__init__(1, 8, size, query_scale=1.0, rngs=nnx.Rngs(seed))
             self.scale = (size // 2) ** -0.5
 
-    found = errors_by_size(Unscaled, exact, x, y, (16, 64, 256, 1024))
-    assert found == sorted(found, reverse=True)
-    assert found[0] > 3 * found[-1] and found[-1] < 0.05
+    errors = errors_by_size(Unscaled, exact, x, y, (16, 64, 256, 1024))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > 3 * errors[-1] and errors[-1] < 0.05
 
 
 def test_performer_approximates_the_softmax_kernel_better_with_more_features():
-    x, y = vectors(0, scale=0.4), vectors(1, scale=0.4)  # longer ones have heavy tails, and need far more features
+    x, y = vectors(0, scale=0.4), vectors(1, scale=0.4)  # longer vectors have heavy-tailed estimates
     exact = jnp.exp(jnp.einsum("bngd,bmgd->nm", x, y) / 8**0.5)
     make = lambda size, seed: Performer(1, 8, size, query_scale=8**-0.5, rngs=nnx.Rngs(seed))  # noqa: E731
-    found = errors_by_size(make, exact, x, y, (16, 64, 256, 1024))
-    assert found == sorted(found, reverse=True)
-    assert found[0] > 3 * found[-1] and found[-1] < 0.1
+    errors = errors_by_size(make, exact, x, y, (16, 64, 256, 1024))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > 3 * errors[-1] and errors[-1] < 0.1
 
 
-def test_performer_rows_are_orthogonal_in_blocks():
-    rows = orthogonal_gaussian(jax.random.key(0), 2, 12, 8)
-    for block in (rows[:, :8], rows[:, 8:]):
+def test_performer_directions_are_orthogonal_in_blocks():
+    directions = orthogonal_gaussian(jax.random.key(0), 2, 12, 8)
+    for block in (directions[:, :8], directions[:, 8:]):
         products = jnp.einsum("gkd,gld->gkl", block, block)
         off_diagonal = products * (1 - jnp.eye(block.shape[1]))
         assert float(jnp.abs(off_diagonal).max()) < 1e-4
 
 
-def test_rfa_draws_anew_in_training_and_not_in_evaluation():
+def test_rfa_draws_new_features_in_training_only():
     phi = Rfa(2, 8, 16, query_scale=1.0, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(3), (1, 4, 2, 8))
     evaluated = phi(x, is_query=False).values
     np.testing.assert_array_equal(evaluated, phi(x, is_query=False).values)
     first, second = (phi(x, is_query=False, key=jax.random.key(i)).values for i in (1, 2))
     assert not np.allclose(first, second) and not np.allclose(first, evaluated)
-    # Queries and keys of a step must use the same draw, or their product is no kernel.
+    # Queries and keys of a step must use the same draw: otherwise φ(q)·φ(k) does not approximate the kernel.
     np.testing.assert_allclose(phi(x[:, :, :, None], is_query=True, key=jax.random.key(1)).values[..., 0, :], first)
 
 
@@ -106,7 +106,7 @@ def test_gradients_are_finite_at_zero(name):
     assert np.isfinite(gradient).all()
 
 
-def test_bad_names_and_sizes_are_refused():
+def test_invalid_names_and_sizes_are_errors():
     with pytest.raises(InputError, match=r"'t2rr'.*t2r, elu, rfa, performer"):
         feature_map_class("t2rr")
     shape = AttentionShape(8, 1, 1, 8, True)

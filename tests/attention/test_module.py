@@ -1,4 +1,4 @@
-"""The attention modules: one interface, whatever is inside."""
+"""The attention modules: all kinds behind one interface."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def sequence(length, seed=0, batch=2):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_causal_attention_does_not_see_the_future(kind):
+def test_causal_attention_does_not_depend_on_later_tokens(kind):
     attention, x = make(kind), sequence(9)
     out, _ = attention(x)
     changed, _ = attention(x.at[:, 6:].set(7.0))
@@ -37,25 +37,25 @@ def test_causal_attention_does_not_see_the_future(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_cross_attention_is_the_whole_source_and_nothing_else(kind):
-    """build_state and query_state against attention over all pairs, with padding in the source."""
+def test_cross_attention_is_attention_over_the_unpadded_source(kind):
+    """`build_state` and `query_state` against attention over all pairs, and against a source without padding."""
     attention, source, x = make(kind), sequence(7, 1), sequence(5, 2)
     mask = jnp.ones((2, 7), bool).at[1, 4:].set(False)
     out = attention.query_state(x, attention.build_state(source, mask=mask))
     if kind == "softmax":
         k, v = softmax.heads_first(attention.keys(source, None)), softmax.heads_first(attention.value(source))
-        seen = softmax.attend(attention.queries(x, None), k, v, mask[:, None, :], SHAPE.query_scale)
+        heads = softmax.attend(attention.queries(x, None), k, v, mask[:, None, :], SHAPE.query_scale)
     else:
         q, k = attention.query_features(x, None, None), attention.key_features(source, None, None)
-        seen, _ = linear.quadratic(q, k, attention.value(source), attention.normalizer, mask=mask, causal=False)
-    assert error(out, attention._finish(seen)) < 1e-5
-    alone = attention.query_state(x[1:], attention.build_state(source[1:, :4]))
-    assert error(out[1:], alone) < 1e-5
+        heads, _ = linear.quadratic(q, k, attention.value(source), attention.normalizer, mask=mask, causal=False)
+    assert error(out, attention._finish(heads)) < 1e-5
+    unpadded = attention.query_state(x[1:], attention.build_state(source[1:, :4]))
+    assert error(out[1:], unpadded) < 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_grouped_heads_are_full_heads_with_repeated_keys(kind):
-    """Two query heads that share keys, values and φ, against four heads with copies of them."""
+    """Four query heads on two key/value heads, against four heads with copies of keys, values and φ."""
     grouped = make(kind)
     full = make(kind, dataclasses.replace(SHAPE, kv_heads=4))
     for name in ("query", "out"):
@@ -74,8 +74,8 @@ def test_grouped_heads_are_full_heads_with_repeated_keys(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rotary_attention_depends_on_distance_alone_where_it_should(kind):
-    """Softmax scores depend on relative positions only; every kind decodes as it trains."""
+def test_rotary_attention_decodes_as_it_trains_and_softmax_depends_on_distances_only(kind):
+    """Token by token against the whole sequence; softmax also with all positions shifted."""
     attention = make(kind, dataclasses.replace(SHAPE, rotary=Rotary(100.0)))
     x = sequence(8)
     positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
@@ -89,18 +89,18 @@ def test_rotary_attention_depends_on_distance_alone_where_it_should(kind):
     assert error(jnp.concatenate(pieces, 1), out) < 1e-5
 
 
-def test_rotation_turns_and_does_not_stretch():
+def test_rotation_keeps_norms_and_has_the_right_angle():
     x = jax.random.normal(jax.random.key(0), (1, 5, 2, 6))
     positions = jnp.arange(5)[None]
-    turned = rotate(x, positions, Rotary(50.0))
-    np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
-    np.testing.assert_allclose(turned[:, 0], x[:, 0], rtol=1e-6)
-    expected = x[0, 2, 0, 0] * np.cos(2.0) - x[0, 2, 0, 3] * np.sin(2.0)  # the first pair turns by the position itself
-    assert float(turned[0, 2, 0, 0]) == pytest.approx(float(expected), rel=1e-5)
+    rotated = rotate(x, positions, Rotary(50.0))
+    np.testing.assert_allclose(jnp.linalg.norm(rotated, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
+    np.testing.assert_allclose(rotated[:, 0], x[:, 0], rtol=1e-6)
+    expected = x[0, 2, 0, 0] * np.cos(2.0) - x[0, 2, 0, 3] * np.sin(2.0)  # pair 0 has frequency 1
+    assert float(rotated[0, 2, 0, 0]) == pytest.approx(float(expected), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_state_is_float32_and_activations_may_be_bfloat16(kind):
+def test_bfloat16_activations_with_a_float32_state(kind):
     attention = make(kind, dataclasses.replace(SHAPE, dtype="bfloat16"))
     reference = make(kind)
     x = sequence(12)
@@ -108,4 +108,4 @@ def test_the_state_is_float32_and_activations_may_be_bfloat16(kind):
     assert out.dtype == jnp.bfloat16
     if kind != "softmax":
         assert state.S.dtype == state.z.dtype == jnp.float32
-    assert error(out, reference(x)[0]) < 0.03  # rounding of weights and inputs included
+    assert error(out, reference(x)[0]) < 0.03  # weights and inputs are rounded too

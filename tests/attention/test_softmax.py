@@ -1,4 +1,4 @@
-"""Softmax attention against JAX's own, and its cache against itself."""
+"""Softmax attention against JAX's own; with a cache and in blocks against whole sequences."""
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,17 @@ def inputs(batch=2, n=11, g=2, r=3, d=8):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_it_is_jax_dot_product_attention(masked):
+def test_attend_is_jax_dot_product_attention(masked):
     q, k, v = inputs()
     mask = jnp.ones((2, 11), bool).at[0, 3:6].set(False) if masked else None
     allowed = softmax.causal_mask(11, mask)
     out = softmax.attend(q, softmax.heads_first(k), softmax.heads_first(v), allowed, 8**-0.5)
-    flat = q.reshape(2, 11, 6, 8)
-    expected = jax.nn.dot_product_attention(flat, k, v, mask=allowed[:, None], scale=8**-0.5)
+    flat_q = q.reshape(2, 11, 6, 8)
+    expected = jax.nn.dot_product_attention(flat_q, k, v, mask=allowed[:, None], scale=8**-0.5)
     assert error(out.reshape(2, 11, 6, 8), expected) < 1e-5
 
 
-def test_the_cache_gives_what_the_whole_sequence_gives():
+def test_attention_over_the_cache_is_attention_over_the_whole_sequence():
     q, k, v = inputs()
     expected = softmax.attend(q, softmax.heads_first(k), softmax.heads_first(v), softmax.causal_mask(11), 0.3)
     cache, pieces = KVCache.zeros(2, 13, 2, 8, jnp.float32), []
@@ -39,7 +39,7 @@ def test_the_cache_gives_what_the_whole_sequence_gives():
     assert error(jnp.concatenate(pieces, 1), expected) < 1e-6
 
 
-def test_a_cache_that_has_grown_is_the_same_cache():
+def test_growing_the_cache_does_not_change_attention():
     q, k, v = inputs()
     cache = softmax.append(KVCache.zeros(2, 11, 2, 8, jnp.float32), k, v)
     grown = softmax.grow(cache, 20)
@@ -50,7 +50,7 @@ def test_a_cache_that_has_grown_is_the_same_cache():
     assert error(a, b) < 1e-6
 
 
-def test_a_query_that_sees_nothing_gives_no_nan():
+def test_a_query_with_all_keys_masked_gives_no_nan():
     q, k, v = inputs(batch=1, n=3)
     allowed = softmax.causal_mask(3, jnp.array([[False, True, True]]))
     function = lambda k: softmax.attend(q, softmax.heads_first(k), softmax.heads_first(v), allowed, 1.0).sum()  # noqa: E731
@@ -59,7 +59,7 @@ def test_a_query_that_sees_nothing_gives_no_nan():
 
 @pytest.mark.parametrize("length", [1, 127, 300, 513])
 def test_causal_attention_in_blocks_is_causal_attention(length):
-    """At lengths that do not divide; with padding."""
+    """With padding, at lengths that are not multiples of the block length."""
     shape = (2, length, 2, 3, 4)
     q, k, v = (jax.random.normal(jax.random.key(i), shape if i == 0 else (2, length, 2, 4)) for i in range(3))
     mask = jnp.arange(length)[None] != jnp.array([[1], [length // 2 + 1]])
@@ -69,16 +69,16 @@ def test_causal_attention_in_blocks_is_causal_attention(length):
 
 
 @pytest.mark.parametrize("length", [6, 7])
-def test_cudnn_is_given_even_lengths(length, monkeypatch):
-    """Of which alone it has a backward pass; XLA stands in for it, as it runs on GPUs only."""
+def test_cudnn_is_called_with_even_lengths(length, monkeypatch):
+    """Its backward pass needs them. XLA replaces cuDNN in this test, which runs without a GPU."""
     q, k, v = (jax.random.normal(jax.random.key(seed), (2, length, 2, 4)) for seed in range(3))
     expected = softmax.causal_attend(q[:, :, :, None], k, v, 0.5)
-    plain, lengths = jax.nn.dot_product_attention, []
+    original, calls = jax.nn.dot_product_attention, []
 
-    def instead(q, k, v, *, implementation, **options):
-        lengths.extend([implementation, q.shape[1] % 2, k.shape[1] % 2])
-        return plain(q, k, v, **options)
+    def without_cudnn(q, k, v, *, implementation, **options):
+        calls.extend([implementation, q.shape[1] % 2, k.shape[1] % 2])
+        return original(q, k, v, **options)
 
-    monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", without_cudnn)
     assert error(softmax._flash_attention(q[:, :, :, None], k, v, 0.5), expected) < 1e-6
-    assert lengths == ["cudnn", 0, 0]
+    assert calls == ["cudnn", 0, 0]

@@ -1,4 +1,4 @@
-"""What is compared, counted and predicted of decoding, and that each command does what it says; never how fast."""
+"""Decoding benchmarks: the compared models, byte counts, predictions, and each command from end to end; not speed."""
 
 import importlib.util
 import json
@@ -9,34 +9,41 @@ import pytest
 
 from conftest import micro, micro_mt
 from t2r.benchmark import decode, shared, steps
-from t2r.benchmark.floor import Machine, measure_machine, measured_crossover, predicted_crossover, state_bytes, step_of
-from t2r.benchmark.models import ROWS, converted, default_rows, label, model_of_shapes, random_model
+from t2r.benchmark.floor import (
+    Machine,
+    measure_machine,
+    measured_crossover,
+    predicted_crossover,
+    state_bytes,
+    step_cost,
+)
+from t2r.benchmark.models import VARIANTS, abstract_inference_model, converted, default_variants, label, random_model
 from t2r.benchmark.shared import DoesNotFit
-from t2r.benchmark.steps import Decoder, attention_bytes, generation_of_shapes, rounded_down
+from t2r.benchmark.steps import Decoder, abstract_generation, attention_bytes, round_down
 from t2r.model.config import preset
 
-PAPER_LM = preset("paper_lm", vocab_size=32_768, adaptive_cutoffs=(), layers=2)  # of 32, which are all alike
-# Of a layer: projections of values and outputs, feed-forward, their biases, two norms.
+PAPER_LM = preset("paper_lm", vocab_size=32_768, adaptive_cutoffs=(), layers=2)  # of 32 equal ones
+# Parameters of a layer without queries and keys: value and output projections, feed-forward, their biases, two norms.
 LM_LAYER = 10 * 1024**2 + 2 * 1024 + 4096 + 1024 + 4 * 1024
-HERE = Machine(bandwidth=1e12)
+MACHINE = Machine(bandwidth=1e12)
 
 
-def shapes_of(config, row):
-    return model_of_shapes(converted(config, row), "bfloat16")
+def abstract_variant(config, row):
+    return abstract_inference_model(converted(config, row), "bfloat16")
 
 
-def test_the_rows_of_the_paper():
+def test_the_models_of_the_paper():
     """T2R 75% keeps every fourth layer from the top; translation has 32 features for cross, 4 for causal attention."""
-    assert default_rows(PAPER_LM) == ["transformer", "t2r", "elu", "rfa", "t2r_75"]
+    assert default_variants(PAPER_LM) == ["transformer", "t2r", "elu", "rfa", "t2r_75"]
     kept = [
         layer for layer, spec in enumerate(converted(preset("paper_lm"), "t2r_75").attention) if spec.kind == "softmax"
     ]
     assert kept == [3, 7, 11, 15, 19, 23, 27, 31]
     config = preset("paper_mt")
-    assert default_rows(config) == ["transformer", "t2r", "elu", "rfa"]
-    names = {row: label(row, converted(config, row)) for row in ROWS}
+    assert default_variants(config) == ["transformer", "t2r", "elu", "rfa"]
+    names = {row: label(row, converted(config, row)) for row in VARIANTS}
     assert names["t2r"] == "T2R 32-4" and names["rfa"] == "RFA 32-4" and names["elu"] == "ELU 64-64"
-    kinds = {row: converted(config, row).attention[0].kind for row in ROWS}
+    kinds = {row: converted(config, row).attention[0].kind for row in VARIANTS}
     assert kinds["t2r"] == "merged" and kinds["t2r_unmerged"] == "linear"
     rotary = converted(micro(positions="rotary"), "t2r")
     assert rotary.attention[0].kind == "linear", "rotary positions cannot be merged"
@@ -47,52 +54,54 @@ def test_the_rows_of_the_paper():
 @pytest.mark.parametrize(
     "row, weights, read, written",
     [
-        # Queries and keys are 8 · 128 wide; the cache has 2 · 1,024 numbers and a flag for each token.
+        # Queries and keys are 8 · 128 wide; the cache has 2 · 1,024 values and a mask byte for each token.
         ("transformer", 2 * 1024**2 + 2 * 1024, 700 * (2 * 1024 * 2 + 1), 2 * 1024 * 2 + 1),
-        # 8 · 32 wide; S and z are 8 · 32 · 129 numbers of 4 bytes, all of them written again.
+        # Queries and keys are 8 · 32 wide; S and z have 8 · 32 · 129 values of 4 bytes, all of them written back.
         ("t2r", 2 * 1024 * 256 + 2 * 256, 8 * 32 * 129 * 4, 8 * 32 * 129 * 4),
         ("elu", 2 * 1024**2 + 2 * 1024, 8 * 128 * 129 * 4, 8 * 128 * 129 * 4),
         ("rfa", 2 * 1024**2 + 2 * 1024 + 16 * 128 + 8 * 128, 8 * 32 * 129 * 4, 8 * 32 * 129 * 4),
     ],
 )
-def test_what_a_step_of_the_papers_language_model_moves_by_hand(row, weights, read, written):
-    step = step_of(shapes_of(PAPER_LM, row), 16, 700)
+def test_bytes_of_a_step_of_the_papers_language_model_by_hand(row, weights, read, written):
+    step = step_cost(abstract_variant(PAPER_LM, row), 16, 700)
     assert step.weight_bytes == 2 * (2 * (LM_LAYER + weights) + 32_768 * 1024)
     assert step.read_bytes == 16 * 2 * read and step.written_bytes == 16 * 2 * written
-    assert step.floor(HERE) == step.bytes / 1e12
-    assert step.least_seconds(HERE._replace(flops=1.0)) == step.flops
+    assert step.floor(MACHINE) == step.bytes / 1e12
+    assert step.least_seconds(MACHINE._replace(flops=1.0)) == step.flops
 
 
-def test_a_translation_step_reads_its_sources_and_nothing_of_the_encoder():
-    config = preset("paper_mt", layers=1, encoder_layers=1)  # of 6, which are all alike
-    step = step_of(shapes_of(config, "t2r"), 16, 100, 100)
-    # Values and outputs; queries and keys of 16 · 4 features; over the source, queries of 16 · 32 and outputs.
+def test_a_translation_step_reads_the_source_state_but_not_the_encoder():
+    config = preset("paper_mt", layers=1, encoder_layers=1)  # of 6 equal ones
+    step = step_cost(abstract_variant(config, "t2r"), 16, 100, 100)
+    # Causal: values, outputs, queries and keys of 16 · 4 features. Cross: queries of 16 · 32 features, outputs.
     projections = 3 * 1024**2 + 2 * 1024 * 64 + 1024 * 512
     biases = 3 * 1024 + 2 * 64 + 512 + 4096 + 1024 + 6 * 1024  # the last are norms
     assert step.weight_bytes == 2 * (projections + 8 * 1024**2 + biases + 32_768 * 1024)
     causal, cross = 16 * 16 * 4 * 65 * 4, 16 * 16 * 32 * 65 * 4
     assert step.read_bytes == causal + cross and step.written_bytes == causal
-    sizes = {row: state_bytes(shapes_of(config, row).config, 16, 512, 512) for row in ("transformer", "t2r", "elu")}
+    sizes = {
+        row: state_bytes(abstract_variant(config, row).config, 16, 512, 512) for row in ("transformer", "t2r", "elu")
+    }
     assert sizes["t2r"] == causal + cross < 0.3 * sizes["elu"], "the paper's 70%"
     assert sizes["transformer"] == 16 * 2 * 512 * (2 * 1024 * 2 + 1)
 
 
-@pytest.mark.parametrize("row", list(ROWS))
+@pytest.mark.parametrize("row", list(VARIANTS))
 @pytest.mark.parametrize("config", [micro(), micro_mt()], ids=["language model", "translation"])
-def test_the_formula_is_what_the_state_has(config, row):
-    model = shapes_of(config, row)
-    counted = attention_bytes(generation_of_shapes(model, 3, 40).state)
+def test_the_formula_gives_the_size_of_the_state(config, row):
+    model = abstract_variant(config, row)
+    counted = attention_bytes(abstract_generation(model, 3, 40).state)
     assert counted == state_bytes(model.config, 3, 40, 40 if config.encoder_layers else 0)
 
 
 def test_the_crossover_is_where_the_bytes_are_equal():
-    """T2R has fewer weights, and reads and writes its state; the transformer reads a slot of its cache a token."""
-    transformer, t2r, elu = (shapes_of(PAPER_LM, row) for row in ("transformer", "t2r", "elu"))
+    """T2R has fewer weights, and reads and writes its state; the transformer reads one more cache slot per token."""
+    transformer, t2r, elu = (abstract_variant(PAPER_LM, row) for row in ("transformer", "t2r", "elu"))
     fewer = 2 * 2 * 2 * (1024 + 1) * (1024 - 256)
     state, slot = 16 * 2 * 8 * 32 * 129 * 4, 16 * 2 * (2 * 1024 * 2 + 1)
-    assert predicted_crossover(transformer, t2r, 16, HERE) == (2 * state - fewer - slot) // slot + 1
-    assert predicted_crossover(transformer, elu, 16, HERE) == (2 * 4 * state - slot) // slot + 1
-    assert predicted_crossover(t2r, elu, 16, HERE) is None
+    assert predicted_crossover(transformer, t2r, 16, MACHINE) == (2 * state - fewer - slot) // slot + 1
+    assert predicted_crossover(transformer, elu, 16, MACHINE) == (2 * 4 * state - slot) // slot + 1
+    assert predicted_crossover(t2r, elu, 16, MACHINE) is None
     assert measured_crossover({100: 1.0, 200: 3.0}, {100: 2.0, 200: 2.0}) == pytest.approx(150)
     assert measured_crossover({100: 3.0}, {100: 2.0}) == "below 100"
     assert measured_crossover({100: 1.0, 300: 1.5}, {100: 2.0, 200: 2.0}) == "above 100"
@@ -100,8 +109,12 @@ def test_the_crossover_is_where_the_bytes_are_equal():
 
 def test_the_largest_batch_fits_where_the_next_does_not(monkeypatch):
     decoder = Decoder(random_model(converted(micro(), "transformer"), "float32"), repeat_for=0)
-    assert [rounded_down(count) for count in (0, 7, 100, 28_731)] == [0, 7, 96, 28_672]
-    set_memory = lambda free: [monkeypatch.setattr(room, "available_memory", lambda: free) for room in (shared, steps)]  # noqa: E731
+    assert [round_down(count) for count in (0, 7, 100, 28_731)] == [0, 7, 96, 28_672]
+
+    def set_memory(free):
+        for module in (shared, steps):
+            monkeypatch.setattr(module, "available_memory", lambda: free)
+
     free = shared.peak_bytes(decoder.program(16, 32, 4)[0])
     set_memory(free)
     speed, predicted = decoder.largest_batch(32, 4)
@@ -116,61 +129,61 @@ def quick_bandwidth(monkeypatch):
     monkeypatch.setattr(decode, "measure_machine", lambda: measure_machine(2**16))
 
 
-def test_decode_measures_and_goes_on(call, tmp_path, quick_bandwidth):
+def test_decode_measures_and_resumes(call, tmp_path, quick_bandwidth):
     flags = ["--preset=micro_lm", "--dtype=float32", "--batch=2", "--seconds=0", "--steps=2", f"--output={tmp_path}"]
     flags += ["--rows=transformer,t2r", "--field=vocab_size=64", "--field=adaptive_cutoffs=()"]
-    status, found = call("benchmark", "decode", *flags, "--lengths=8", "--device_report")
-    assert status == 0 and found["tokens_per_second"]["t2r"]["8"] > 0 and found["bandwidth"] > 0
-    assert {"predicted", "found"} == found["crossover"]["t2r"].keys()
+    status, first = call("benchmark", "decode", *flags, "--lengths=8", "--device_report")
+    assert status == 0 and first["tokens_per_second"]["t2r"]["8"] > 0 and first["bandwidth"] > 0
+    assert {"predicted", "found"} == first["crossover"]["t2r"].keys()
     lines = (tmp_path / "decode.jsonl").read_text()
     with (tmp_path / "decode.jsonl").open("a") as file:
         file.write('{"asked": {"wh')  # killed while it wrote
     status, again = call("benchmark", "decode", *flags, "--lengths=8,16", "--budget_seconds=1e-9")
-    assert status == 0 and again["tokens_per_second"] == found["tokens_per_second"] and again["left_out"] == 2
+    assert status == 0 and again["tokens_per_second"] == first["tokens_per_second"] and again["left_out"] == 2
     assert (tmp_path / "decode.jsonl").read_text().startswith(lines)
-    whole = json.loads((tmp_path / "decode.json").read_text())
-    assert whole["environment"]["versions"]["jax"] == jax.__version__ and len(whole["lines"]) == 3
+    content = json.loads((tmp_path / "decode.json").read_text())
+    assert content["environment"]["versions"]["jax"] == jax.__version__ and len(content["lines"]) == 3
     assert (tmp_path / "decode.png").exists() and (tmp_path / "decode.svg").exists()
 
 
-def test_translation_is_encoded_apart(call, quick_bandwidth):
+def test_encoding_is_measured_separately(call, quick_bandwidth):
     flags = ["--preset=micro_mt", "--dtype=float32", "--batch=2", "--seconds=0", "--lengths=8", "--rows=t2r", "--whole"]
-    status, found = call("benchmark", "decode", *flags)
-    assert status == 0 and found["prefill_tokens_per_second"]["t2r"]["8"] > 0
+    status, result = call("benchmark", "decode", *flags)
+    assert status == 0 and result["prefill_tokens_per_second"]["t2r"]["8"] > 0
 
 
 def test_memory_is_counted_three_ways(call, tmp_path):
     flags = ["--preset=micro_mt", "--dtype=float32", "--batch=2", "--rows=transformer,t2r", f"--output={tmp_path}"]
-    status, found = call("benchmark", "memory", *flags, "--lengths=8")
-    assert status == 0 and found["state_bytes"] == found["formula_bytes"]
-    for row, sizes in found["program_state_bytes"].items():
-        assert 0 <= sizes["8"] - found["state_bytes"][row]["8"] < 200, "counters, the last tokens and a random key"
+    status, result = call("benchmark", "memory", *flags, "--lengths=8")
+    assert status == 0 and result["state_bytes"] == result["formula_bytes"]
+    for row, sizes in result["program_state_bytes"].items():
+        assert 0 <= sizes["8"] - result["state_bytes"][row]["8"] < 200, "counters, the last tokens and a random key"
     assert (tmp_path / "memory.png").exists()
 
 
-def test_attention_alone_is_measured_both_ways(call, tmp_path):
+def test_attention_is_measured_forward_and_backward(call, tmp_path):
     flags = ["--tokens=32", "--lengths=16", "--heads=2", "--head_dim=8", "--features=4", "--dtype=float32"]
     flags += ["--seconds=0", "--forms=t2r,softmax,t2r_dropout", f"--output={tmp_path}"]
-    status, found = call("benchmark", "attention", *flags)
-    assert status == 0 and set(found["speedup_over_softmax"]) == {"forward", "forward and backward"}
+    status, result = call("benchmark", "attention", *flags)
+    assert status == 0 and set(result["speedup_over_softmax"]) == {"forward", "forward and backward"}
     forms = {"t2r", "softmax", "t2r_dropout"}
-    assert all(set(times) == forms for times in found["milliseconds"].values())
-    assert len(found["plots"]) == 4
+    assert all(set(times) == forms for times in result["milliseconds"].values())
+    assert len(result["plots"]) == 4
 
 
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ([], "name an architecture"),
+        ([], "name one architecture"),
         (["--preset=micro_lm", "--rows=t2r,gru,lstm"], "'gru'.*\n.*'lstm'"),
         (["--preset=micro_lm", "--field=vocab_size"], "NAME=VALUE"),
         (["--preset=micro_lm", "--field=vocab=3"], "unknown field 'vocab'"),
-        (["--preset=micro_lm", "--field=layers=many"], "layers=many: a value of another kind"),
+        (["--preset=micro_lm", "--field=layers=many"], "layers=many: a value of another type"),
         (["--preset=micro_lm", "--lengths=8,many"], "whole numbers"),
-        (["--preset=micro_lm", "--topology=v1:2x2"], "there are v2"),
+        (["--preset=micro_lm", "--topology=v1:2x2"], "known TPUs: v2"),
     ],
 )
-def test_what_cannot_be_measured_is_said(call, flags, message):
+def test_bad_flags_get_a_clear_error(call, flags, message):
     status, printed = call("benchmark", "decode", *flags)
     assert status == 2 and re.search(message, printed), printed
 
@@ -178,5 +191,5 @@ def test_what_cannot_be_measured_is_said(call, flags, message):
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler, libtpu, is not installed")
 def test_decoding_compiles_for_a_real_tpu(call):
     flags = ["--preset=micro_mt", "--rows=transformer,t2r", "--lengths=128", "--topology=v2:2x2"]
-    status, found = call("benchmark", "decode", *flags)
-    assert status == 0 and all(speed["128"] > 0 for speed in found["tokens_per_second"].values())
+    status, result = call("benchmark", "decode", *flags)
+    assert status == 0 and all(speed["128"] > 0 for speed in result["tokens_per_second"].values())

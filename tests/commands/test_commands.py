@@ -1,4 +1,4 @@
-"""The command line, as a user meets it: real processes, their last line, their errors."""
+"""The command line in real processes: results in the last line of output, and errors."""
 
 import json
 import os
@@ -40,33 +40,33 @@ def model(tmp_path_factory):
 
 
 def test_convert_evaluate_generate_merge(tmp_path, text_file, call):
-    """The path of the README, on the model that ships: a random one would write half characters."""
+    """The README's steps, on the model that ships: a random one would generate incomplete characters."""
 
-    def done(*arguments):
-        status, found = call(*arguments)
-        assert status == 0, found
-        return found
+    def run(*arguments):
+        status, output = call(*arguments)
+        assert status == 0, output
+        return output
 
     options = ["--model=builtin:tiny_lm", f"--output={tmp_path}/swapped", "--features=8", "--keep=1"]
-    swapped = done("convert", *options)
+    swapped = run("convert", *options)
     assert swapped["linear_layers"] == [0, 2, 3] and swapped["softmax_layers"] == [1]
-    done("convert", f"--model={tmp_path}/swapped", f"--output={tmp_path}/merged", "--merge")
-    scores = done("evaluate", f"--model={tmp_path}/merged", f"--data=text:{text_file}", "--window=64")
+    run("convert", f"--model={tmp_path}/swapped", f"--output={tmp_path}/merged", "--merge")
+    scores = run("evaluate", f"--model={tmp_path}/merged", f"--data=text:{text_file}", "--window=64")
     assert {"perplexity", "perplexity_all", "bits_per_byte", "word_perplexity", "tokens"} <= scores.keys()
 
     state = tmp_path / "state"
     options = [f"--model={tmp_path}/merged", "--temperature=0.9", "--seed=3"]
     whole = t2r("generate", *options, "--prompt=The old", "--length=20")
-    first = done("generate", *options, "--prompt=The old", "--length=8", f"--save_state={state}")
-    second = done("generate", *options, f"--load_state={state}", "--length=12")
+    first = run("generate", *options, "--prompt=The old", "--length=8", f"--save_state={state}")
+    second = run("generate", *options, f"--load_state={state}", "--length=12")
     assert first["text"] + second["text"] == result(whole)["text"]
     assert result(whole)["tokens_per_second"] > 0
     assert whole.stdout.startswith("The old" + result(whole)["text"]), "the text is streamed"
-    both = done("generate", *options, "--prompt=The", "--prompt=A lazy fox", "--length=5")
+    both = run("generate", *options, "--prompt=The", "--prompt=A lazy fox", "--length=5")
     assert len(both["text"]) == 2
 
 
-def test_evaluate_documents_by_themselves(model, tmp_path, call):
+def test_evaluate_documents_independently(model, tmp_path, call):
     stories = tmp_path / "stories.txt"
     stories.write_text("\n<|endoftext|>\n".join(["The old fox.", "The river " * 20, "A lamp."]))
     options = ["--documents", "--window=16", "--batch=1"]
@@ -107,37 +107,37 @@ def test_convert_translate_evaluate(translator, tmp_path):
     (tmp_path / "in.txt").write_text("\n".join(lines))
     options = [f"--model={tmp_path}/merged", "--beam=2", f"--input={tmp_path}/in.txt", f"--output={tmp_path}/out.txt"]
     assert result(t2r("translate", *options, "--n_best=2"))["empty"] == 1
-    rows = [line.split("\t") for line in (tmp_path / "out.txt").read_text().splitlines()]
-    assert [row[0] for row in rows] == ["1", "1", "2", "3", "3", "4", "4"]
-    assert rows[0][2] == texts[0] and float(rows[0][1]) >= float(rows[1][1])
+    columns = [line.split("\t") for line in (tmp_path / "out.txt").read_text().splitlines()]
+    assert [line[0] for line in columns] == ["1", "1", "2", "3", "3", "4", "4"]
+    assert columns[0][2] == texts[0] and float(columns[0][1]) >= float(columns[1][1])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.txt", "merged", "out.txt", "rnn"]
 
     (tmp_path / "pairs.tsv").write_text("six\tsechs\nten\tzehn\none\teins\n")
     options = [f"--data=tsv:{tmp_path}/pairs.tsv", "--first=2", "--beam=2", "--moses=de"]
-    found = result(t2r("evaluate", f"--model={tmp_path}/merged", *options))
-    assert found["sentences"] == 2 and 0 <= found["bleu"] <= 100 and 0 <= found["exact_match"] <= 1
-    assert "tok:13a" in found["signature"] and {"chrf", "tokenized_bleu"} <= found.keys()
+    scores = result(t2r("evaluate", f"--model={tmp_path}/merged", *options))
+    assert scores["sentences"] == 2 and 0 <= scores["bleu"] <= 100 and 0 <= scores["exact_match"] <= 1
+    assert "tok:13a" in scores["signature"] and {"chrf", "tokenized_bleu"} <= scores.keys()
 
 
 def test_the_quickstart_runs_from_end_to_end(tmp_path):
-    """On a text it has not seen, with few steps and short lengths; the page has everything inside."""
+    """On a text the model was not trained on, with few steps and short lengths; the report is self-contained."""
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(load_documents("builtin:pydoc", "test"))[:60_000])
     options = [f"--workdir={tmp_path}/run", f"--data=text:{text}", "--steps=4", "--lengths=8", "--batch=2"]
     run = t2r("quickstart", *options)
-    found = result(run)
-    assert found["transformer_perplexity"] < found["t2r_perplexity"] < found["swapped_perplexity"]
-    assert found["speedup"].keys() == {"8"} == found["state_bytes"].keys()
-    page = Path(found["report"]).read_text()
+    summary = result(run)
+    assert summary["transformer_perplexity"] < summary["t2r_perplexity"] < summary["swapped_perplexity"]
+    assert summary["speedup"].keys() == {"8"} == summary["state_bytes"].keys()
+    page = Path(summary["report"]).read_text()
     assert page.count("<svg") == 2 and "<table>" in page
-    assert not any(outside in page for outside in ("<script src", "<link", 'src="http', "@import"))
+    assert not any(external in page for external in ("<script src", "<link", 'src="http', "@import"))
     assert "merge" in (tmp_path / "run" / "t2r" / "provenance.json").read_text()
 
 
 @pytest.mark.parametrize("command", ["train", "convert", "evaluate", "generate", "translate", "quickstart"])
-def test_help_is_enough(command):
+def test_help_names_each_command_and_its_flags(command):
     run = t2r(command, "--help")
-    assert run.returncode == 0 and f"python -m t2r {command}" in run.stdout and "--" in run.stdout
+    assert run.returncode == 0 and f"t2r {command}" in run.stdout and "--" in run.stdout
     listing = t2r("--help")
     assert listing.returncode == 0 and command in listing.stdout
 
@@ -150,20 +150,20 @@ def test_bad_input_gets_one_clear_error(model, translator, tmp_path):
 
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\0\1\2")
-    given = f"--model={model}"
+    with_model = f"--model={model}"
     assert "unknown command 'trian'" in refused("trian")
-    assert "'t2rr'" in refused("convert", given, f"--output={tmp_path}/x", "--feature_map=t2rr")
-    assert "features=0" in refused("convert", given, f"--output={tmp_path}/x", "--features=0")
-    assert "exists already" in refused("convert", given, f"--output={tmp_path}")
-    assert "binary" in refused("evaluate", given, f"--data=text:{binary}")
-    assert "lenght" in refused("generate", given, "--lenght=5")
-    assert "temperature=-1" in refused("generate", given, "--temperature=-1")
-    assert "GiB are free" in refused("generate", given, "--prompt=The", "--length=999999999999")
+    assert "'t2rr'" in refused("convert", with_model, f"--output={tmp_path}/x", "--feature_map=t2rr")
+    assert "features=0" in refused("convert", with_model, f"--output={tmp_path}/x", "--features=0")
+    assert "exists already" in refused("convert", with_model, f"--output={tmp_path}")
+    assert "binary" in refused("evaluate", with_model, f"--data=text:{binary}")
+    assert "lenght" in refused("generate", with_model, "--lenght=5")
+    assert "temperature=-1" in refused("generate", with_model, "--temperature=-1")
+    assert "GiB are free" in refused("generate", with_model, "--prompt=The", "--length=999999999999")
     assert "--model" in refused("generate", "--prompt=The")
-    given = f"--model={translator}"
-    assert "is text, but --model" in refused("evaluate", given, "--data=builtin:pydoc")
-    assert "--n_best=3 is more than --beam=2" in refused("translate", given, "--beam=2", "--n_best=3")
+    with_model = f"--model={translator}"
+    assert "is text, but the model is" in refused("evaluate", with_model, "--data=builtin:pydoc")
+    assert "--n_best=3 is more than --beam=2" in refused("translate", with_model, "--beam=2", "--n_best=3")
     (tmp_path / "long.txt").write_text("one\n" + "seven hundred " * 40)
     long = f"--input={tmp_path}/long.txt"
-    assert "line 2" in refused("translate", given, long, "--max_source=20", f"--output={tmp_path}/x")
+    assert "line 2" in refused("translate", with_model, long, "--max_source=20", f"--output={tmp_path}/x")
     assert not (tmp_path / "x").exists()

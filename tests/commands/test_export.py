@@ -1,4 +1,4 @@
-"""Exported models: what they compute without this package is what they compute with it."""
+"""Exported models compute the same without this package as with it."""
 
 import json
 import os
@@ -26,12 +26,12 @@ from t2r.store.model_dir import LoadedModel
 
 TOKENS = np.random.default_rng(0).integers(4, 300, (2, 8)).astype(np.int32)
 T2R, MERGED, SOFTMAX = AttentionSpec("linear", "t2r", 8), AttentionSpec("merged", "t2r", 8), AttentionSpec()
-# Wherever it lies, t2r cannot be imported.
+# Runs a script in which t2r cannot be imported.
 WITHOUT_T2R = "import runpy, sys; sys.modules['t2r'] = None; sys.argv.pop(0); runpy.run_path(sys.argv[0])"
 
 
 def run_example(folder: Path, *arguments: str) -> tuple[str, list[int]]:
-    """The text and the tokens that example.py prints, in a process that knows nothing of us."""
+    """The text and the tokens that example.py prints, in a process without t2r."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-I", "-c", WITHOUT_T2R, str(folder / "example.py"), *arguments]
     run = subprocess.run(command, env=environment, cwd=folder.parent, capture_output=True, text=True, timeout=120)
@@ -41,22 +41,22 @@ def run_example(folder: Path, *arguments: str) -> tuple[str, list[int]]:
 
 
 def loaded(folder: Path, first: str) -> tuple:
-    """Weights, the function that makes a state, and the step, by jax and safetensors alone."""
-    found = [jax.export.deserialize((folder / f"{name}.stablehlo").read_bytes()) for name in (first, "step")]
-    assert all(function.platforms == ("cpu", "cuda", "tpu") for function in found)
-    return load_file(folder / "model.safetensors"), *(jax.jit(function.call) for function in found)
+    """The weights, the function that makes the initial state, and the step, with only jax and safetensors."""
+    functions = [jax.export.deserialize((folder / f"{name}.stablehlo").read_bytes()) for name in (first, "step")]
+    assert all(function.platforms == ("cpu", "cuda", "tpu") for function in functions)
+    return load_file(folder / "model.safetensors"), *(jax.jit(function.call) for function in functions)
 
 
 def step_by_step(step, weights, state, tokens):
-    rows = []
-    for column in tokens.T:
-        logits, state = step(weights, state, column)
-        rows.append(logits)
-    return np.stack(rows, 1), state
+    outputs = []
+    for token in tokens.T:
+        logits, state = step(weights, state, token)
+        outputs.append(logits)
+    return np.stack(outputs, 1), state
 
 
 def logits_of(model):
-    """The logits of whole rows (2, 8), and for translation of their sources."""
+    """The logits of whole sequences (2, 8), for translation given their sources."""
 
     def logits(tokens, source):
         return model.logits(model(tokens, source=None if source is None else source_states(model, source))[0])
@@ -65,13 +65,13 @@ def logits_of(model):
     return lambda tokens, source=None: np.asarray(compiled(tokens, source))
 
 
-def greedy(logits, prompt: list[int], written: list[int], stop: int, **inputs) -> None:
-    """Each token is the likeliest after those before it, by the model at hand, and the first end is the last."""
-    row = [*prompt, *written]
+def check_greedy(logits, prompt: list[int], generated: list[int], stop: int, **inputs) -> None:
+    """Asserts that each generated token is the likeliest after those before it, and that none follows a stop token."""
+    sequence = [*prompt, *generated]
     tokens = np.zeros(TOKENS.shape, np.int32)
-    tokens[0, : len(row) - 1] = row[:-1]
-    greedy_token = logits(tokens, **inputs)[0].argmax(-1)[len(prompt) - 1 : len(row) - 1]
-    assert written == greedy_token.tolist() and stop not in written[:-1]
+    tokens[0, : len(sequence) - 1] = sequence[:-1]
+    likeliest = logits(tokens, **inputs)[0].argmax(-1)[len(prompt) - 1 : len(sequence) - 1]
+    assert generated == likeliest.tolist() and stop not in generated[:-1]
 
 
 LANGUAGE_MODELS = {
@@ -88,8 +88,8 @@ LANGUAGE_MODELS = {
 
 
 @pytest.mark.parametrize("kind", LANGUAGE_MODELS)
-def test_a_language_model_steps_as_it_does_here(kind, tmp_path, tokenizer, call):
-    """Two kinds of linear attention; a rotary hybrid; a transformer, for two texts, in half the bytes."""
+def test_an_exported_language_model_equals_the_original(kind, tmp_path, tokenizer, call):
+    """Two kinds of linear attention; a rotary hybrid; a transformer with a batch of two, in bfloat16."""
     config, flags = LANGUAGE_MODELS[kind]
     model, out = make_model(config), tmp_path / "out"
     model_dir.save(tmp_path / "model", LoadedModel(model, tokenizer, {"history": []}))
@@ -101,13 +101,13 @@ def test_a_language_model_steps_as_it_does_here(kind, tmp_path, tokenizer, call)
     weights, start, step = loaded(out, "start")
     state = start(weights, TOKENS[:, 0])
     described = json.loads((out / "export.json").read_text())["arrays"]["state"]
-    found = {name: ([2 if n == "b" else n for n in a["shape"]], a["dtype"]) for name, a in described.items()}
-    assert found == {name: (list(array.shape), array.dtype.name) for name, array in state.items()}
+    signatures = {name: ([2 if n == "b" else n for n in a["shape"]], a["dtype"]) for name, a in described.items()}
+    assert signatures == {name: (list(array.shape), array.dtype.name) for name, array in state.items()}
     logits, state = step_by_step(step, weights, state, TOKENS)
     longest = 6 if kind == "softmax" else 8
     expected = logits_of(model)
     assert error(logits[:, :longest], expected(TOKENS)[:, :longest]) < (3e-2 if kind == "softmax" else 1e-5)
-    assert np.isnan(logits[:, longest:]).all(), "beyond its length there is nothing, and nothing is made up"
+    assert np.isnan(logits[:, longest:]).all(), "beyond the maximal length, logits are NaN"
     if kind == "softmax":
         assert result["files"]["model.safetensors"] < 2.2 * result["parameters"] + 4000
         assert result["state_bytes"] == sum(array.nbytes for array in state.values())
@@ -116,18 +116,18 @@ def test_a_language_model_steps_as_it_does_here(kind, tmp_path, tokenizer, call)
         text, ids = run_example(out, "The", "5")
         prompt = tokenizer.encode("The")
         assert len(prompt) + len(ids) <= 9 and text == tokenizer.decode(ids)
-        greedy(expected, prompt, ids, tokenizer.stop)
+        check_greedy(expected, prompt, ids, tokenizer.stop)
 
 
 def documented(weights, tokens) -> np.ndarray:
-    """The rotary hybrid as its README has it: a layer of T2R and one of softmax, two heads that share keys."""
+    """The rotary hybrid, implemented from its README: a T2R and a softmax layer, two query heads and one key head."""
     w = {name: np.asarray(array) for name, array in weights.items()}
-    rows = []
-    for row in tokens:
+    outputs = []
+    for sequence in tokens:
         S, z, keys, values, logits = np.zeros((8, 16)), np.zeros(8), [], [], []
-        for position, token in enumerate(row):
+        for position, token in enumerate(sequence):
 
-            def turned(a, t=position * 10_000.0 ** (-np.arange(8) / 8)):
+            def rotated(a, t=position * 10_000.0 ** (-np.arange(8) / 8)):
                 a, b = a[..., :8], a[..., 8:]
                 return np.concatenate([a * np.cos(t) - b * np.sin(t), b * np.cos(t) + a * np.sin(t)], -1)
 
@@ -138,7 +138,7 @@ def documented(weights, tokens) -> np.ndarray:
                     np.tensordot(y, w[f"{layer}attention.{name}.kernel"], 1) + w[f"{layer}attention.{name}.bias"]
                     for name in ("query", "key", "value")
                 )
-                q, k, v = turned(q), turned(k)[0], v[0]
+                q, k, v = rotated(q), rotated(k)[0], v[0]
                 if layer == "blocks.0.":
                     W, b = (w[f"{layer}attention.feature_map.{name}"][0] for name in ("weight", "bias"))
                     q, k = np.maximum(q @ W.T / 4 + b, 0), np.maximum(W @ k + b, 0)
@@ -157,16 +157,16 @@ def documented(weights, tokens) -> np.ndarray:
                 hidden = np.maximum(y @ w[up + ".kernel"] + w[up + ".bias"], 0)
                 x = x + hidden @ w[down + ".kernel"] + w[down + ".bias"]
             logits.append(w["embedding.table"] @ x)
-        rows.append(logits)
-    return np.array(rows)
+        outputs.append(logits)
+    return np.array(outputs)
 
 
 def normed(x, w, name):
     return (x - x.mean()) / np.sqrt(x.var() + 1e-5) * w[name + ".scale"] + w[name + ".bias"]
 
 
-def test_a_translation_model_reads_and_steps_as_it_does_here(tmp_path, tokenizer, call):
-    """Linear and softmax layers, causal and cross; sources of two lengths; a tokenizer for each side."""
+def test_an_exported_translation_model_equals_the_original(tmp_path, tokenizer, call):
+    """Linear and softmax layers, causal and cross; sources of two lengths; separate tokenizers."""
     model = make_model(micro_mt(vocab_size=300, attention=(T2R, SOFTMAX), cross_attention=(T2R, SOFTMAX)))
     pair, out = TokenizerPair(tokenizer, type(tokenizer)(tokenizer._model)), tmp_path / "out"
     model_dir.save(tmp_path / "model", LoadedModel(model, pair, {"history": []}))
@@ -180,16 +180,16 @@ def test_a_translation_model_reads_and_steps_as_it_does_here(tmp_path, tokenizer
 
     _, ids = run_example(out, "The old")
     source = np.full((2, 8), -1, np.int32)
-    whole = pair.encode_source("The old")
-    source[:, : len(whole)] = whole
-    greedy(expected, [tokenizer.start], ids, tokenizer.stop, source=jnp.asarray(source))
+    ids_of_source = pair.encode_source("The old")
+    source[:, : len(ids_of_source)] = ids_of_source
+    check_greedy(expected, [tokenizer.start], ids, tokenizer.stop, source=jnp.asarray(source))
 
 
-def test_words_are_cut_as_they_are_here(tmp_path):
+def test_the_example_tokenizes_words_as_t2r_does(tmp_path):
     words = Words.train("a b\nc d e", 0)
     words.save(tmp_path)
     program, names = example(words), {}
-    exec(program[program.index("def tokenizer") : program.index("here =")], names)
+    exec(program[program.index("def tokenizer") : program.index("folder =")], names)
     encode, decode = names["tokenizer"](tmp_path)
     ids = encode("a zz b\nc\n")
     assert ids == words.encode("a zz b\nc\n") and decode(ids) == words.decode(ids)
@@ -204,18 +204,18 @@ def test_every_array_of_every_model_is_documented():
         micro(adaptive_cutoffs=(), **norms, **odd),
         micro_mt(shared_embedding=False, final_norm=True, attention=(MERGED, SOFTMAX), cross_attention=(MERGED,)),
     ):
-        arrays, found = arrays_of(abstract_model(config)), set()
+        arrays, documented_names = arrays_of(abstract_model(config)), set()
         for row in weight_rows(config, arrays):
             first, _, last = row.layers.partition("–")
-            numbers = range(int(first), int(last or first) + 1) if first else [""]
-            found |= {row.name.format(layer=number) for number in numbers}
-        assert found == arrays.keys()
-        written = formulas.write(config)
+            layers = range(int(first), int(last or first) + 1) if first else [""]
+            documented_names |= {row.name.format(layer=layer) for layer in layers}
+        assert documented_names == arrays.keys()
+        text = formulas.write(config)
         for name in arrays:
-            assert name.split(".")[-1] in written or ".feature_map." not in name, name
+            assert name.split(".")[-1] in text or ".feature_map." not in name, name
 
 
-def test_what_cannot_be_exported_is_said_and_nothing_is_left(tmp_path, tokenizer, call):
+def test_failed_exports_give_an_error_and_leave_no_files(tmp_path, tokenizer, call):
     path = tmp_path / "model"
     model_dir.save(path, LoadedModel(make_model(micro(vocab_size=300)), tokenizer, {"history": []}))
 
@@ -224,13 +224,13 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_left(tmp_path, tokenizer
         assert status == 2, printed
         return printed
 
-    given = [f"--model={path}", f"--output={tmp_path}/out"]
-    assert "2 of 2 layers have softmax attention (0, 1)" in refused(*given)
-    assert "--batch" in refused(*given, "--capacity=9", "--batch=0")
+    flags = [f"--model={path}", f"--output={tmp_path}/out"]
+    assert "2 of 2 layers have softmax attention (0, 1)" in refused(*flags)
+    assert "--batch" in refused(*flags, "--capacity=9", "--batch=0")
     assert "exists already" in refused(f"--model={path}", f"--output={path}", "--capacity=9")
     assert "cannot write" in refused(f"--model={path}", f"--output={path}/config.json/out", "--capacity=9")
     assert "give a t2r model directory" in refused(f"--model={tmp_path}/none", f"--output={tmp_path}/out")
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    assert "damaged" in refused(*given, "--capacity=9")
+    assert "damaged" in refused(*flags, "--capacity=9")
     assert [p.name for p in tmp_path.iterdir()] == ["model"]

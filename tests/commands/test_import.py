@@ -1,4 +1,4 @@
-"""From a directory of another library to text, in two commands."""
+"""Importing models of other libraries and generating with them, from the command line."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from tests.importers.make_references import FOLDER
 
 
 def with_tokenizer(folder):
-    """A byte-pair tokenizer of 61 tokens that puts <s> before every text."""
+    """Adds a byte-pair tokenizer of 61 tokens, which puts <s> before every text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokens = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -32,7 +32,7 @@ def with_tokenizer(folder):
     return tokens
 
 
-def test_a_language_model_comes_with_its_tokenizer(tmp_path, call):
+def test_a_language_model_is_imported_with_its_tokenizer(tmp_path, call):
     source = shutil.copytree(FOLDER / "llama", tmp_path / "llama")
     tokens = with_tokenizer(source)
     (source / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": [2, 5]}')
@@ -42,11 +42,11 @@ def test_a_language_model_comes_with_its_tokenizer(tmp_path, call):
     _, tokenizer, provenance = model_dir.load(tmp_path / "ours")
     assert provenance["history"][0]["action"] == "import"
     assert tokenizer.begins and (tokenizer.end, tokenizer.stop) == (1, 2)
-    assert stop_ids(tokenizer) == (2, 5, 1), "all that its generation_config names, and a second beginning"
+    assert stop_ids(tokenizer) == (2, 5, 1), "all stop tokens of generation_config, and another begin token"
     text = "The quick fox counts two boats"
     assert tokenizer.encode(text) == tokens.encode(text, add_special_tokens=False).ids
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.encode_document("a")[-2:] == [2, 1], "the end of one text, the beginning of the next"
+    assert tokenizer.encode_document("a")[-2:] == [2, 1], "the stop token, and the begin token of the next document"
 
     ids = FOLDER / "llama" / "reference.npz"
     status, _ = call("evaluate", f"--model={tmp_path}/ours", f"--logits={ids}:{tmp_path}/logits.npz")
@@ -56,7 +56,7 @@ def test_a_language_model_comes_with_its_tokenizer(tmp_path, call):
     assert status == 2 and "exists already" in printed
 
 
-def test_a_model_of_many_languages_translates_from_one_into_another(tmp_path, call):
+def test_a_multilingual_model_translates_between_chosen_languages(tmp_path, call):
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
     source = shutil.copytree(FOLDER / "mbart", tmp_path / "mbart")
@@ -64,49 +64,51 @@ def test_a_model_of_many_languages_translates_from_one_into_another(tmp_path, ca
     tokens = Tokenizer(models.BPE(unk_token="<unk>"))
     tokens.pre_tokenizer = pre_tokenizers.Metaspace()
     tokens.train_from_iterator([PROSE], trainers.BpeTrainer(vocab_size=61, special_tokens=special))
-    around = processors.TemplateProcessing(single="en_XX $A </s>", special_tokens=[("en_XX", 4), ("</s>", 2)])
-    tokens.post_processor = around
+    template = processors.TemplateProcessing(single="en_XX $A </s>", special_tokens=[("en_XX", 4), ("</s>", 2)])
+    tokens.post_processor = template
     tokens.save(str(source / "tokenizer.json"))
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"decoder_start_token_id": 2, "eos_token_id": 2}))
 
-    into = ["import", f"--source={source}", "--source_language=de_DE"]
-    status, printed = call(*into, f"--output={tmp_path}/none", "--target_language=fr_XX")
-    assert status == 2 and "--target_language=fr_XX: choose one of en_XX, de_DE, ro_RO" in printed
-    status, _ = call(*into, f"--output={tmp_path}/ours", "--target_language=ro_RO")
+    command = ["import", f"--source={source}", "--source_language=de_DE"]
+    status, printed = call(*command, f"--output={tmp_path}/none", "--target_language=fr_XX")
+    assert status == 2 and "--target_language=fr_XX: choose from en_XX, de_DE, ro_RO" in printed
+    status, _ = call(*command, f"--output={tmp_path}/ours", "--target_language=ro_RO")
     assert status == 0
     model, pair, _ = model_dir.load(tmp_path / "ours")
     ids = tokens.encode("two boats", add_special_tokens=False).ids
     assert pair.encode_source("two boats") == [5, *ids, 2] and pair.encode_target("two boats") == [2, 6, *ids, 2]
 
-    rows = np.array([pair.encode_source("two boats")])
-    written = [2, 6]
+    sources = np.array([pair.encode_source("two boats")])
+    generated = [2, 6]
     for _ in range(5):
-        logits = logits_of(model, {"input_ids": rows, "decoder_input_ids": np.array([written])})
-        written.append(int(logits[0, -1].argmax()))
-    (found,) = beam.translate(model, rows, start=(2, 6), end=2, beam=beam.Beam(1), limits=[5])[0]
-    sampled = generate_tokens(model, prefill_translation(model, rows, 5, start=(2, 6)), 5, end=2)[1][0]
-    expected = written[2:][: written[2:].index(2)] if 2 in written[2:] else written[2:]
-    assert found.tokens == sampled == expected
-    best = beam.translate(model, rows, start=(2, 6), end=2, beam=beam.Beam(3), limits=[5])[0][0]
-    assert best.score == pytest.approx(best.log_probability / (len(best.tokens) + 2) ** 0.6), "its language counts, too"
+        logits = logits_of(model, {"input_ids": sources, "decoder_input_ids": np.array([generated])})
+        generated.append(int(logits[0, -1].argmax()))
+    (hypothesis,) = beam.translate(model, sources, start=(2, 6), end=2, beam=beam.Beam(1), limits=[5])[0]
+    sampled = generate_tokens(model, prefill_translation(model, sources, 5, start=(2, 6)), 5, end=2)[1][0]
+    expected = generated[2:][: generated[2:].index(2)] if 2 in generated[2:] else generated[2:]
+    assert hypothesis.tokens == sampled == expected
+    best = beam.translate(model, sources, start=(2, 6), end=2, beam=beam.Beam(3), limits=[5])[0][0]
+    assert best.score == pytest.approx(best.log_probability / (len(best.tokens) + 2) ** 0.6), (
+        "the language token counts in the length"
+    )
 
 
-def test_a_translation_model_comes_with_its_pieces(tmp_path, call):
-    """Two sentencepiece models and a vocabulary in another order; decoding starts from padding."""
+def test_a_translation_model_is_imported_with_its_tokenizers(tmp_path, call):
+    """Marian: two sentencepiece models and a vocabulary in another order; decoding starts from <pad>."""
     source = shutil.copytree(FOLDER / "marian", tmp_path / "marian")
     pieces = SentencePiece.train(PROSE, 300, sentences=True)
     pieces.save(tmp_path)
     for name in ("source.spm", "target.spm"):
         shutil.copy(tmp_path / "tokenizer.model", source / name)
-    cut = sentencepiece.SentencePieceProcessor(str(source / "source.spm")).encode("The fox counts two", out_type=str)
-    known = ["<unk>", "<pad>", "</s>", *dict.fromkeys(cut)]
-    names = known + [f"piece{i}" for i in range(61 - len(known))]
+    split = sentencepiece.SentencePieceProcessor(str(source / "source.spm")).encode("The fox counts two", out_type=str)
+    used = ["<unk>", "<pad>", "</s>", *dict.fromkeys(split)]
+    names = used + [f"piece{i}" for i in range(61 - len(used))]
     (source / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}, ensure_ascii=False))
     status, result = call("import", f"--source={source}", f"--output={tmp_path}/ours")
     assert status == 0 and result["tokenizer"] == "pieces", result
     _, tokenizer, _ = model_dir.load(tmp_path / "ours")
-    ids = [known.index(piece) for piece in cut]
+    ids = [used.index(piece) for piece in split]
     assert tokenizer.encode_source("The fox counts two") == [*ids, 2]
     assert tokenizer.encode_target("The fox counts two") == [1, *ids, 2]
     assert tokenizer.target.decode([*ids, 2]) == "The fox counts two"
@@ -118,14 +120,14 @@ def test_a_translation_model_comes_with_its_pieces(tmp_path, call):
     assert len((tmp_path / "out").read_text().splitlines()) == 3
 
 
-HIGH_WATER = """
+PEAK_MEMORY = """
 import importlib, sys
 from absl import flags
 from t2r.store import model_dir
 
 command = importlib.import_module("t2r.commands.import")
 
-def high_water():
+def peak():
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 
 def import_and_load(source):
@@ -134,15 +136,15 @@ def import_and_load(source):
     return model_dir.load(f"{source}/ours")
 
 small = import_and_load(sys.argv[1])
-before = high_water()
+before = peak()
 large = import_and_load(sys.argv[2])
-print(high_water() - before)
+print(peak() - before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the most memory a process has had")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory of a process from Linux")
 def test_a_model_is_never_in_memory_twice(tmp_path):
-    """Neither in the type it comes in beside float32, nor on its way to the disk and back."""
+    """Neither in its original type beside float32, nor while it is saved and loaded."""
     small, large = (shutil.copytree(FOLDER / "llama", tmp_path / name) for name in ("small", "large"))
     for folder in (small, large):
         with_tokenizer(folder)
@@ -150,14 +152,14 @@ def test_a_model_is_never_in_memory_twice(tmp_path):
     config = json.loads((large / "config.json").read_text())
     config |= {"hidden_size": width, "head_dim": width // 4, "intermediate_size": hidden, "vocab_size": vocabulary}
     (large / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
-    sizes = {16: width, 24: hidden, 61: vocabulary, 8: width // 2}  # the small model's, and this one's
+    sizes = {16: width, 24: hidden, 61: vocabulary, 8: width // 2}  # the small model's size: the large model's
     arrays = {}
     for name, array in tensors.Tensors(small).items():
         for layer in range(4) if ".0." in name else [] if ".1." in name else [0]:
             shape = [sizes[size] for size in array.shape]
             arrays[name.replace(".0.", f".{layer}.")] = np.zeros(shape, np.float16)
     tensors.write(large / "model.safetensors", arrays, "bfloat16")
-    command = [sys.executable, "-c", HIGH_WATER, small, large]
+    command = [sys.executable, "-c", PEAK_MEMORY, small, large]
     run = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER.parents[2])
     assert run.returncode == 0, run.stderr
     size = (large / "ours" / "model.safetensors").stat().st_size
@@ -167,10 +169,10 @@ def test_a_model_is_never_in_memory_twice(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--source=/no/such/folder", "--output=/tmp/none"], "no /no/such/folder/config.json"),
+        (["--source=/no/such/folder", "--output=/tmp/none"], "/no/such/folder has neither a config.json"),
         ([f"--source={FOLDER / 'llama'}", "--output=/tmp/none"], "no tokenizer in"),
     ],
 )
-def test_what_is_missing_is_said(call, flags, message):
+def test_errors_name_what_is_missing(call, flags, message):
     status, printed = call("import", *flags)
     assert status == 2 and message in printed

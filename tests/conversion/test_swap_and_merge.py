@@ -1,4 +1,4 @@
-"""Conversion: what it changes, what it leaves, what it refuses."""
+"""Swap and merge: what they change, what they keep, and their errors."""
 
 import dataclasses
 
@@ -16,8 +16,8 @@ MAPS = ["t2r", "elu", "rfa", "performer"]
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_the_swapped_model_differs_only_in_its_attention(name):
-    """All arrays but φ's are the original's; putting the old attention back gives the old model to the bit."""
+def test_swap_changes_only_the_attention(name):
+    """All arrays but φ's are the original's; with the old attention put back, outputs are bitwise the old ones."""
     model, tokens = make_model(micro()), random_tokens(2, 10)
     before = arrays_of(model)
     swapped = swap(model, feature_map=name, features=None if name == "elu" else 8)
@@ -26,21 +26,21 @@ def test_the_swapped_model_differs_only_in_its_attention(name):
     assert before.keys() <= after.keys() and all(".attention.feature_map." in key for key in new)
     assert all(after[key] is before[key] for key in before)
     assert dataclasses.replace(swapped.config, attention=model.config.attention) == model.config
-    expected, broken = model(tokens)[0], swapped(tokens)[0]
-    assert error(broken, expected) > 0.01
-    assert {spec.kind for spec in model.config.attention} == {"softmax"}, "the original is left as it was"
-    for mine, theirs in zip(swapped.blocks, model.blocks):
-        mine.attention = theirs.attention
+    expected, converted = model(tokens)[0], swapped(tokens)[0]
+    assert error(converted, expected) > 0.01
+    assert {spec.kind for spec in model.config.attention} == {"softmax"}, "swap must not modify the original"
+    for block, original in zip(swapped.blocks, model.blocks):
+        block.attention = original.attention
     np.testing.assert_array_equal(swapped(tokens)[0], expected)
 
 
-def test_layers_are_kept_as_asked():
+def test_keep_names_the_layers_that_stay_softmax():
     assert layers_to_keep("every_4th", 32) == {3, 7, 11, 15, 19, 23, 27, 31}
     assert layers_to_keep("every_4th", 6) == {5, 1}
     assert layers_to_keep("0,2", 3) == {0, 2}
     swapped = swap(make_model(micro(layers=5)), features=4, keep="every_4th")
     assert [spec.kind for spec in swapped.config.attention] == ["softmax", "linear", "linear", "linear", "softmax"]
-    again = swap(swapped, feature_map="elu")  # the rest, with another map
+    again = swap(swapped, feature_map="elu")  # swaps the remaining softmax layers
     assert [spec.feature_map for spec in again.config.attention] == ["elu", "t2r", "t2r", "t2r", "elu"]
 
 
@@ -55,14 +55,14 @@ def test_layers_are_kept_as_asked():
         (dict(keep="0,1"), "nothing to swap"),
     ],
 )
-def test_bad_plans_are_refused(plan, message):
+def test_invalid_swaps_are_errors(plan, message):
     with pytest.raises(InputError, match=message):
         swap(make_model(micro()), **plan)
 
 
 @pytest.mark.parametrize("fields", [{}, dict(kv_heads=1), dict(bias=False)], ids=["full", "grouped", "no bias"])
-def test_merged_is_unmerged(fields):
-    """In value, and in a gradient through the inputs: whole, and token by token; queries and keys are gone."""
+def test_merging_does_not_change_the_model(fields):
+    """Outputs of whole sequences and token by token, and gradients of inputs. No query or key projection remains."""
     model, tokens = swap(make_model(micro(layers=1, **fields)), features=8), random_tokens(2, 12)
     merged = merge(model)
     assert merged.blocks[0].attention.query.kernel.shape == (32, 2, 8)
@@ -76,20 +76,20 @@ def test_merged_is_unmerged(fields):
         return hidden, state
 
     assert error(jax.jit(lambda: by_token(merged))(), jax.jit(lambda: by_token(model))()) < 1e-5
-    attention = [m.blocks[0].attention for m in (model, merged)]
+    attentions = [m.blocks[0].attention for m in (model, merged)]
     x = jax.random.normal(jax.random.key(0), (1, 7, 32))
-    expected, actual = (jax.grad(lambda x, a=a: (a(x)[0] ** 2).sum())(x) for a in attention)
+    expected, actual = (jax.grad(lambda x, a=a: (a(x)[0] ** 2).sum())(x) for a in attentions)
     assert error(actual, expected) < 1e-4
 
 
-def test_a_hybrid_merges_around_its_softmax_layers():
+def test_merging_a_hybrid_leaves_its_softmax_layers():
     model, tokens = swap(make_model(micro(layers=4)), features=8, keep="every_4th"), random_tokens(1, 9)
     merged = merge(model)
     assert [spec.kind for spec in merged.config.attention] == ["merged", "merged", "merged", "softmax"]
     assert error(merged(tokens)[0], model(tokens)[0]) < 1e-5
 
 
-def test_what_cannot_be_merged_is_refused():
+def test_attention_that_cannot_be_merged_is_an_error():
     with pytest.raises(InputError, match="nothing to merge"):
         merge(make_model(micro()))
     with pytest.raises(InputError, match=r"layer 0.*'elu'(.|\n)*layer 1"):

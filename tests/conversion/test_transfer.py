@@ -1,4 +1,4 @@
-"""Attention transfer: what is compared, what is trained by it, and that a run begins with it."""
+"""Attention transfer: its loss, what it trains, and a training run that begins with it."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 
 from t2r.batch import PADDING, Batch
 from t2r.conversion.swap import swap
-from t2r.conversion.transfer import converted, transfer_losses
+from t2r.conversion.transfer import converted_attention_names, transfer_losses
 from t2r.errors import InputError
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.model.transformer import embed
@@ -18,47 +18,47 @@ from t2r.training.trainer import train
 from tests.conftest import make_model, micro, micro_mt, random_tokens
 
 
-def test_each_converted_attention_learns_from_the_one_it_replaces_and_nothing_else_does():
+def test_only_converted_attention_is_trained():
     teacher = make_model(micro_mt(encoder_layers=1))
     student = swap(teacher, features=4, keep="1")
     batch = Batch(random_tokens(3, 9), random_tokens(3, 7, 1))
 
     @jax.jit
     @jax.value_and_grad
-    def distance(arrays, batch):
-        found, count = transfer_losses(with_arrays(student, arrays), teacher, batch)
-        assert list(found) == converted(student) == ["0.attention", "0.cross"]
-        return sum(found.values()) / count
+    def loss(arrays, batch):
+        losses, count = transfer_losses(with_arrays(student, arrays), teacher, batch)
+        assert list(losses) == converted_attention_names(student) == ["0.attention", "0.cross"]
+        return sum(losses.values()) / count
 
-    found, gradient = distance(arrays_of(student), batch)
-    learning = {name for name, array in gradient.items() if np.abs(array).max() > 0}
-    assert {".".join(name.split(".")[:3]) for name in learning} == {"blocks.0.attention", "blocks.0.cross"}
-    nearer = {name: array - 0.01 * gradient[name] for name, array in arrays_of(student).items()}
-    assert distance(nearer, batch)[0] < found
+    before, gradient = loss(arrays_of(student), batch)
+    trained = {name for name, array in gradient.items() if np.abs(array).max() > 0}
+    assert {".".join(name.split(".")[:3]) for name in trained} == {"blocks.0.attention", "blocks.0.cross"}
+    stepped = {name: array - 0.01 * gradient[name] for name, array in arrays_of(student).items()}
+    assert loss(stepped, batch)[0] < before
     with pytest.raises(InputError, match="the model has none"):
-        converted(teacher)
+        converted_attention_names(teacher)
 
 
-def test_what_it_compares_are_outputs_to_the_teachers_input_and_padding_does_not_count():
+def test_the_loss_is_the_relative_error_of_outputs_for_the_teachers_input_without_padding():
     teacher = make_model(micro(layers=1))
     student, tokens = swap(teacher, features=4), random_tokens(2, 6)
 
     @jax.jit
-    def both(tokens):
+    def expected_and_actual(tokens):
         x = embed(teacher, teacher.embedding, tokens[:, :-1], jnp.broadcast_to(jnp.arange(5), (2, 5)))
-        heard = teacher.blocks[0].attention_norm(x)
-        said, answer = (model.blocks[0].attention(heard)[0] for model in (teacher, student))
+        attention_input = teacher.blocks[0].attention_norm(x)
+        teacher_output, output = (model.blocks[0].attention(attention_input)[0] for model in (teacher, student))
         padded = jnp.pad(tokens, ((0, 1), (0, 2)), constant_values=PADDING)
-        found = [transfer_losses(student, teacher, Batch(rows)) for rows in (tokens, padded)]
-        return jnp.square(answer - said).sum() / jnp.square(said).sum(), found
+        actual = [transfer_losses(student, teacher, Batch(batch)) for batch in (tokens, padded)]
+        return jnp.square(output - teacher_output).sum() / jnp.square(teacher_output).sum(), actual
 
-    expected, found = both(tokens)
-    for distances, count in found:
+    expected, actual = expected_and_actual(tokens)
+    for losses, count in actual:
         assert count == 10
-        np.testing.assert_allclose(distances["0.attention"] / count, expected, rtol=1e-5)
+        np.testing.assert_allclose(losses["0.attention"] / count, expected, rtol=1e-5)
 
 
-def test_a_run_begins_with_it_and_then_finetunes(tmp_path, tokenizer, text_file):
+def test_a_run_begins_with_transfer_and_then_finetunes(tmp_path, tokenizer, text_file):
     config = default_config()
     model = make_model(micro(vocab_size=tokenizer.vocab_size, layers=1, adaptive_cutoffs=()))
     model_dir.save(tmp_path / "lm", model_dir.LoadedModel(model, tokenizer, {"history": []}))

@@ -1,4 +1,4 @@
-"""Batches: contiguous blocks, every one once an epoch, from an iterator that can be put back."""
+"""Batches: contiguous blocks, each once per epoch, from an iterator whose state can be saved and restored."""
 
 import numpy as np
 import pytest
@@ -14,15 +14,15 @@ def test_blocks_are_contiguous_and_overlap_by_the_one_token_they_predict():
     np.testing.assert_array_equal(blocks[1], np.arange(10, 21))
 
 
-def test_documents_begin_rows_and_long_ones_go_on_in_the_next():
+def test_each_document_begins_a_sequence_and_long_ones_continue_in_the_next():
     documents = Documents(np.arange(10, 22), np.array([3, 10, 12]), 4, start=7)
-    found = documents.read(np.arange(len(documents))).tokens
-    assert found.tolist() == [
+    tokens = documents.read(np.arange(len(documents))).tokens
+    assert tokens.tolist() == [
         [7, 10, 11, 12, -1], [7, 13, 14, 15, 16], [16, 17, 18, 19, -1], [7, 20, 21, -1, -1]
     ]  # fmt: skip
 
 
-def test_every_epoch_has_each_block_once_in_another_order():
+def test_every_epoch_has_each_block_once_in_a_new_order():
     batches = training_batches(Blocks(np.arange(81), 10), batch=4, seed=1)
     epochs = [np.concatenate([next(batches)[0].whole().tokens[:, 0] for _ in range(2)]) for _ in range(3)]
     for epoch in epochs:
@@ -31,25 +31,25 @@ def test_every_epoch_has_each_block_once_in_another_order():
 
 
 @pytest.mark.parametrize(("batch", "parts"), [(1, 1), (3, 1), (6, 3)])
-def test_a_saved_iterator_goes_on_where_it_was(batch, parts):
+def test_a_restored_iterator_continues_where_it_was_saved(batch, parts):
     batches = training_batches(Blocks(np.arange(101), 10), batch=batch, seed=2, parts=parts)
     for _ in range(7):
         next(batches)
     state = batches.get_state()
     expected = [next(batches) for _ in range(9)]
-    again = training_batches(Blocks(np.arange(101), 10), batch=batch, seed=2, parts=parts)
-    again.set_state(state)
-    for found, wanted in zip((next(again) for _ in range(9)), expected):
-        assert len(found) == parts and found[0].whole().tokens.shape == (batch // parts, 11)
-        np.testing.assert_array_equal([part.rows for part in found], [part.rows for part in wanted])
+    restored = training_batches(Blocks(np.arange(101), 10), batch=batch, seed=2, parts=parts)
+    restored.set_state(state)
+    for actual, target in zip((next(restored) for _ in range(9)), expected):
+        assert len(actual) == parts and actual[0].whole().tokens.shape == (batch // parts, 11)
+        np.testing.assert_array_equal([part.rows for part in actual], [part.rows for part in target])
 
 
 def test_too_little_text_is_refused():
-    with pytest.raises(InputError, match=r"2 rows of data.length, fewer than data.batch=3"):
+    with pytest.raises(InputError, match=r"2 sequences of data.length, fewer than data.batch=3"):
         training_batches(Blocks(np.arange(25), 10), batch=3, seed=0)
 
 
-def test_the_tokenizer_is_learned_once(tmp_path, text_file):
+def test_the_tokenizer_is_trained_once(tmp_path, text_file):
     first = prepare_tokenizer(tmp_path / "run", f"text:{text_file}", "train", "sentencepiece", 300)
     text_file.write_text("quite another text, which the tokenizer never sees\n" * 50)
     second = prepare_tokenizer(tmp_path / "run", f"text:{text_file}", "train", "sentencepiece", 300)
@@ -57,7 +57,7 @@ def test_the_tokenizer_is_learned_once(tmp_path, text_file):
     assert prepare_tokenizer(tmp_path / "run", f"text:{text_file}", "train", "word", 0).kind == "word"
 
 
-def test_tokens_lie_on_disk_until_text_or_tokenizer_change(tmp_path, text_file, tokenizer):
+def test_tokens_are_cached_until_text_or_tokenizer_change(tmp_path, text_file, tokenizer):
     spec = f"text:{text_file}"
     first, ends = prepare_tokens(tmp_path / "run", spec, "all", tokenizer)
     assert ends.tolist() == [len(first)]
@@ -66,5 +66,5 @@ def test_tokens_lie_on_disk_until_text_or_tokenizer_change(tmp_path, text_file, 
     prepare_tokens(tmp_path / "run", spec, "all", tokenizer)
     assert list((tmp_path / "run").iterdir()) == [folder]
     text_file.write_text("another text\n")
-    again, _ = prepare_tokens(tmp_path / "run", spec, "all", tokenizer)
-    assert again.tolist() == tokenizer.encode_document("another text\n")
+    changed, _ = prepare_tokens(tmp_path / "run", spec, "all", tokenizer)
+    assert changed.tolist() == tokenizer.encode_document("another text\n")

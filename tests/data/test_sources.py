@@ -20,14 +20,14 @@ def test_pydoc_splits_are_prose_and_do_not_overlap():
     assert len(held_out) > 200 and not [paragraph for paragraph in held_out if paragraph in train]
 
 
-def test_a_documents_split_comes_from_its_name_alone():
-    """So that the model that ships was trained on no other Python version's test split."""
+def test_a_documents_split_depends_only_on_its_name():
+    """So the model that ships was not trained on the test split of another Python version."""
     assert [split_of(name) for name in ("topic/if", "module/abc.py", "module/types.py")] == ["valid", "train", "train"]
     names = pydoc_documents().keys()
     assert {split_of(name) for name in names} == set(SPLITS)
 
 
-def test_a_file_is_cut_into_consecutive_parts(tmp_path):
+def test_a_file_is_split_into_consecutive_parts(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("".join(f"line {i}\n" for i in range(200)))
     parts = [load_documents(f"text:{path}", split)[0] for split in SPLITS]
@@ -35,7 +35,7 @@ def test_a_file_is_cut_into_consecutive_parts(tmp_path):
     assert [part.count("\n") for part in parts] == [180, 10, 10]
 
 
-def test_a_file_may_say_where_its_documents_end(tmp_path):
+def test_a_file_may_mark_the_ends_of_its_documents(tmp_path):
     path = tmp_path / "stories.txt"
     path.write_text("one\nmore\n<|endoftext|>\n\ntwo: a <|endoftext|> within\n<|endoftext|>\r\n<|endoftext|>")
     assert load_documents(f"text:{path}", "all") == ["one\nmore", "two: a <|endoftext|> within"]
@@ -57,12 +57,12 @@ def test_compressed_files_are_read(tmp_path):
         ("blank.txt", b" \n\n ", "is empty"),
         ("binary.txt", b"text\0more", "NUL byte at 4"),
         ("image.txt", b"\x89PNG\r\n", "byte 0 is 0x89"),
-        ("cut.txt.gz", gzip.compress(b"some text " * 100)[:-20], "cut short"),
+        ("cut.txt.gz", gzip.compress(b"some text " * 100)[:-20], "truncated"),
         ("not.txt.gz", b"plain text", "cannot read"),
     ],
-    ids=["empty", "blank", "NUL", "image", "cut gzip", "no gzip"],
+    ids=["empty", "blank", "NUL", "image", "truncated gzip", "not gzip"],
 )
-def test_files_that_are_no_text_are_refused(tmp_path, name, content, message):
+def test_files_that_are_not_text_are_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message) as raised:
         load_documents(f"text:{tmp_path / name}", "all")

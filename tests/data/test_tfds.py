@@ -1,4 +1,4 @@
-"""Data sets written as ArrayRecord from local files, and read by a run that cannot import TensorFlow."""
+"""Data sets written as ArrayRecord from local files, and read by a process that cannot import TensorFlow."""
 
 import gzip
 import os
@@ -26,7 +26,7 @@ def data_dir(tmp_path, monkeypatch):
     return tmp_path / "tfds"
 
 
-def test_a_wikitext_is_its_files_article_by_article(tmp_path, data_dir, call):
+def test_prepared_wikitext_equals_its_files(tmp_path, data_dir, call):
     files = tmp_path / "wiki"
     files.mkdir()
     texts = {}
@@ -39,19 +39,19 @@ def test_a_wikitext_is_its_files_article_by_article(tmp_path, data_dir, call):
         assert "".join(load_documents("tfds:wikitext103", split)) == text
     (tmp_path / "whole.txt").write_text(texts["train"])
     words = Words.train(texts["train"], 0)
-    found = [prepare_tokens(tmp_path / "run", spec, split, words)[0].tolist()
+    tokens = [prepare_tokens(tmp_path / "run", spec, split, words)[0].tolist()
              for spec, split in (("tfds:wikitext103", "train"), (f"text:{tmp_path}/whole.txt", "all"))]  # fmt: skip
-    assert found[0] == found[1]
+    assert tokens[0] == tokens[1]
 
 
 def test_articles_begin_at_titles_only():
     text = " \n = One = \n \n x = y \n = not a title = \n \n = = Section = = \n \n = Two = \n \n z \n"
-    found = list(articles(text))
-    assert "".join(found) == text and [article.split("=")[1].strip() for article in found] == ["One", "Two"]
+    parts = list(articles(text))
+    assert "".join(parts) == text and [article.split("=")[1].strip() for article in parts] == ["One", "Two"]
 
 
-def test_a_run_on_prepared_pairs_never_sees_tensorflow(tmp_path, data_dir, call):
-    """Two corpora to train on; languages in either order; a trainer in which TensorFlow cannot be imported."""
+def test_training_on_prepared_pairs_does_not_import_tensorflow(tmp_path, data_dir, call):
+    """Two training corpora; languages in either order; a training process in which TensorFlow cannot be imported."""
     files, pairs = tmp_path / "files", number_pairs(1000)
     files.mkdir()
     parts = {"train.a": pairs[:500], "train.b": pairs[500:900], "valid": pairs[900:950], "test": pairs[950:]}
@@ -78,14 +78,14 @@ def test_a_run_on_prepared_pairs_never_sees_tensorflow(tmp_path, data_dir, call)
     assert "900 pairs" in run.stderr
 
 
-def test_what_is_missing_is_said(tmp_path, data_dir, call):
+def test_errors_name_what_is_missing(tmp_path, data_dir, call):
     with pytest.raises(InputError, match="run launch/prepare_data --name=wikitext103"):
         load_documents("tfds:wikitext103", "train")
     for flags, message in [
-        (["--name=sentence_pairs", f"--files={tmp_path}"], "say which languages"),
+        (["--name=sentence_pairs", f"--files={tmp_path}"], "name the two languages"),
         (["--name=no_such_set"], "use wikitext103"),
-        (["--name=wikitext103", f"--files={tmp_path}/none"], "is no folder"),
-        (["--name=wikitext103", f"--files={tmp_path}"], "has no wiki.train.tokens"),
+        (["--name=wikitext103", f"--files={tmp_path}/none"], "is not a folder"),
+        (["--name=wikitext103", f"--files={tmp_path}"], "has neither wiki.train.tokens"),
         (["--name=sentence_pairs/en-de", f"--files={tmp_path}"], "has no train*.en, valid*.en, test*.en"),
     ]:
         (tmp_path / "something").touch()

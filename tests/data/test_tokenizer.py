@@ -1,4 +1,4 @@
-"""Tokenizers: lossless subwords, and WikiText's words."""
+"""Tokenizers: lossless subwords, WikiText's words, and those of fairseq."""
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ def test_subwords_are_lossless(text):
 
 
 @pytest.mark.parametrize("text", ["  two  spaces\n\n\tand a tab \n", "ünïcödé 漢字 🎉", "</s> <unk> literally"])
-def test_subwords_keep_white_space_and_any_character(text):
+def test_subwords_preserve_white_space_and_any_character(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 
@@ -26,19 +26,19 @@ def test_documents_end_in_the_end_token():
     assert TOKENIZER.encode_document("a boat") == [*TOKENIZER.encode("a boat"), TOKENIZER.end]
 
 
-def test_words_are_those_of_wikitext():
+def test_words_follow_wikitext():
     words = Words.train("the cat saw the dog \n the end \n", 0)
     ids = words.encode_document("the cat saw a bird \n")
     assert words.decode(ids).split(" ") == ["the", "cat", "saw", "<unk>", "<unk>", "\n"]
     assert ids[-1] == words.end and words.unknown(ids) == 2
     assert words.stop not in range(words.vocab_size) and TOKENIZER.stop == TOKENIZER.end
-    assert words.encode("the")[0] == 0, "numbered by falling frequency"
+    assert words.encode("the")[0] == 0, "ids are in order of falling frequency"
     limited = Words.train("a a a b b c \n", 4)
     assert limited.vocab_size == 4 and limited.unknown(limited.encode("a b c")) == 1
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "word"])
-def test_tokenizers_survive_the_disk(kind, tmp_path):
+def test_tokenizers_are_saved_and_loaded(kind, tmp_path):
     tokenizer = train_tokenizer(kind, PROSE, 300 if kind == "sentencepiece" else 0)
     tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path).encode("The old boat moves") == tokenizer.encode("The old boat moves")
@@ -49,20 +49,20 @@ SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 
 
 @pytest.mark.parametrize("codes", [f"#version: 0.2\n{CODES}", CODES.replace("\n", " 7\n")])
-def test_byte_pairs_are_joined_in_their_order(codes):
-    cut = BytePairs(codes)
-    assert [cut(word) for word in ("low", "lower", "l")] == [["low"], ["low@@", "er"], ["l"]]
-    assert cut("lolo") == ["lo@@", "l@@", "o"], "the last character is another than within the word"
+def test_byte_pairs_are_merged_in_their_order(codes):
+    split = BytePairs(codes)
+    assert [split(word) for word in ("low", "lower", "l")] == [["low"], ["low@@", "er"], ["l"]]
+    assert split("lolo") == ["lo@@", "l@@", "o"], "the last character has the end mark, so it is another symbol"
     with pytest.raises(InputError, match="'one'"):
         BytePairs("one\n")
 
 
-def test_the_oldest_byte_pairs_end_words_by_a_piece_of_its_own():
-    cut = BytePairs("l o\nlo w\nlow </w>\n")
-    assert [cut(word) for word in ("low", "lows", "lolo")] == [["low"], ["low@@", "s"], ["lo@@", "lo"]]
+def test_in_the_oldest_codes_the_end_of_a_word_is_a_symbol():
+    split = BytePairs("l o\nlo w\nlow </w>\n")
+    assert [split(word) for word in ("low", "lows", "lolo")] == [["low"], ["low@@", "s"], ["lo@@", "lo"]]
 
 
-def test_subwords_of_fairseq_are_cut_after_moses(tmp_path):
+def test_fairseq_subwords_are_split_after_moses_tokenisation(tmp_path):
     words = [*SPECIAL, "low@@", "er", "low", ",", "&amp;", "@-@", "."]
     codes = CODES + "@ -\n@- @</w>\n& a\n&a m\n&am p\n&amp ;</w>\n"
     FairseqSubwords(words, f"#version: 0.2\n{codes}", "en").save(tmp_path)
@@ -71,11 +71,11 @@ def test_subwords_of_fairseq_are_cut_after_moses(tmp_path):
     assert ids == [4, 5, 9, 6, 7, 6, 8, 6, 10]
     assert tokenizer.decode(ids) == "lower-low, low & low." and tokenizer.decode([*ids[:1], 1]) == "low"
     assert tokenizer.encode_document("low\nlow\n") == [6, 2, 6, 2] and tokenizer.decode([6, 2, 6]) == "low\nlow"
-    uncut = FairseqSubwords(words)
-    assert uncut.encode("low@@ er elsewhere") == [4, 5, 3] and uncut.decode([4, 5, 6]) == "lower low"
+    without_codes = FairseqSubwords(words)
+    assert without_codes.encode("low@@ er elsewhere") == [4, 5, 3] and without_codes.decode([4, 5, 6]) == "lower low"
 
 
-def test_words_of_fairseq_have_ends_of_their_own(tmp_path):
+def test_fairseq_words_have_their_own_line_end(tmp_path):
     FairseqWords([*SPECIAL, "the", "end"]).save(tmp_path)
     words = load_tokenizer(tmp_path)
     assert type(words) is FairseqWords and (words.end, words.stop) == (2, -1)

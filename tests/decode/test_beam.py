@@ -1,4 +1,4 @@
-"""Beam search: the best translations there are, the same for any batch, with every kind of attention."""
+"""Beam search against enumeration and a naive search, for any batch and every kind of attention."""
 
 import functools
 import itertools
@@ -21,13 +21,13 @@ from t2r.decode.sampling import Sampling
 from t2r.errors import InputError
 from t2r.model.transformer import Seq2Seq
 
-END = 5  # a token that these random models sometimes like
-# One for each state there is: a cache; S and z; these with a scale; several. What maps compute is tested elsewhere.
+END = 5  # a token that these random models often generate
+# One for each kind of state: a cache; S and z; S and z with a scale; a mixture. Feature maps are tested elsewhere.
 KINDS = ["softmax", "merged", "performer", "hybrid"]
 
 
 def model_of(kind, seed=0, vocab_size=12, **fields):
-    """A model with an output layer of its own: a tied one likes best to repeat its last token."""
+    """A model with an untied output layer: with a tied one, random models mostly repeat the last token."""
     model = make_model(micro_mt(vocab_size=vocab_size, tied_output=False, **fields), seed)
     if kind == "softmax":
         return model
@@ -37,64 +37,64 @@ def model_of(kind, seed=0, vocab_size=12, **fields):
     return swap(model, feature_map=kind, **sizes)
 
 
-def sources_of(rows, width):
-    padded = np.full((len(rows), width), PADDING, np.int32)
-    for row, ids in zip(padded, rows):
+def padded(sequences, width):
+    array = np.full((len(sequences), width), PADDING, np.int32)
+    for row, ids in zip(array, sequences):
         row[: len(ids)] = ids
-    return padded
+    return array
 
 
 def random_sources(lengths, vocab, seed=0):
-    chance = np.random.default_rng(seed)
-    return [[*chance.integers(3, vocab, length - 1).tolist(), END] for length in lengths]
+    rng = np.random.default_rng(seed)
+    return [[*rng.integers(3, vocab, length - 1).tolist(), END] for length in lengths]
 
 
 @pytest.mark.parametrize(
     ("kind", "penalty", "early"), [("softmax", 0.0, True), ("hybrid", 1.3, False), ("merged", 0.6, True)]
 )
 @given(seed=st.integers(0, 2**16))
-def test_a_beam_that_misses_nothing_finds_what_enumeration_finds(kind, penalty, early, seed):
+def test_a_beam_of_all_candidates_equals_enumeration(kind, penalty, early, seed):
     """All 15 translations of up to 3 tokens of a vocabulary of 3, best first, with their scores."""
     vocab, limit, size = 3, 3, 24
     model = model_of(kind, seed, vocab_size=vocab, source_vocab_size=6, shared_embedding=False)
-    source = sources_of(random_sources([5], 6, seed), 5)
-    every = [list(ids) for n in range(limit + 1) for ids in itertools.product([0, 1], repeat=n)]
-    log_probs = score(model, np.repeat(source, len(every), 0), every, end=2)
-    scores = [value / (len(ids) + 1) ** penalty for value, ids in zip(log_probs, every)]
-    expected = sorted(zip(scores, every), reverse=True)
-    found = translate(model, source, end=2, beam=Beam(size, penalty, early), limits=[limit])[0]
-    np.testing.assert_allclose([h.score for h in found], [value for value, _ in expected], rtol=1e-4)
-    np.testing.assert_allclose([h.log_probability for h in found], score(model, np.repeat(source, 15, 0),
-                               [h.tokens for h in found], end=2), rtol=1e-4)  # fmt: skip
-    assert sorted(h.tokens for h in found) == sorted(every)
+    source = padded(random_sources([5], 6, seed), 5)
+    all_targets = [list(ids) for n in range(limit + 1) for ids in itertools.product([0, 1], repeat=n)]
+    log_probs = score(model, np.repeat(source, len(all_targets), 0), all_targets, end=2)
+    scores = [value / (len(ids) + 1) ** penalty for value, ids in zip(log_probs, all_targets)]
+    expected = sorted(zip(scores, all_targets), reverse=True)
+    hypotheses = translate(model, source, end=2, beam=Beam(size, penalty, early), limits=[limit])[0]
+    np.testing.assert_allclose([h.score for h in hypotheses], [value for value, _ in expected], rtol=1e-4)
+    np.testing.assert_allclose([h.log_probability for h in hypotheses], score(model, np.repeat(source, 15, 0),
+                               [h.tokens for h in hypotheses], end=2), rtol=1e-4)  # fmt: skip
+    assert sorted(h.tokens for h in hypotheses) == sorted(all_targets)
 
 
-def test_what_starts_a_translation_is_in_none():
-    """Marian starts from <pad>, which it may like and must not write; six of these nine translations would have it."""
+def test_the_start_token_is_never_generated():
+    """Marian starts from <pad>, which must not be generated; otherwise six of these nine translations have it."""
     model = make_model(micro_mt(vocab_size=12))
-    sources = sources_of(random_sources([6, 3, 4], 12), 6)
-    found = translate(model, sources, start=4, end=END, beam=Beam(3), limits=[8] * 3)
-    assert all(len(hypotheses) == 3 for hypotheses in found)
-    assert not [h for hypotheses in found for h in hypotheses if 4 in h.tokens]
+    sources = padded(random_sources([6, 3, 4], 12), 6)
+    results = translate(model, sources, start=4, end=END, beam=Beam(3), limits=[8] * 3)
+    assert all(len(hypotheses) == 3 for hypotheses in results)
+    assert not [h for hypotheses in results for h in hypotheses if 4 in h.tokens]
 
 
 def naive_search(next_log_probs, beam, limit):
-    """The definition, with lists: `next_log_probs(prefix)` of one sentence."""
-    living, results = [(0.0, [])], []
+    """Beam search of one sentence by its definition, with lists; `next_log_probs(prefix)` gives log-probabilities."""
+    live, results = [(0.0, [])], []
     for step in range(limit + 1):
         candidates = [
             (total + value, [*ids, token])
-            for total, ids in living
+            for total, ids in live
             for token, value in enumerate(next_log_probs(ids))
             if step < limit or token == END
         ]
         candidates.sort(key=lambda c: -c[0])
-        ended = [c for c in candidates[: beam.size] if c[1][-1] == END]
-        results += [(total / len(ids) ** beam.length_penalty, ids[:-1]) for total, ids in ended]
+        finished = [c for c in candidates[: beam.size] if c[1][-1] == END]
+        results += [(total / len(ids) ** beam.length_penalty, ids[:-1]) for total, ids in finished]
         results = sorted(results, key=lambda r: -r[0])[: beam.size]
-        living = [c for c in candidates if c[1][-1] != END][: beam.size]
+        live = [c for c in candidates if c[1][-1] != END][: beam.size]
         if len(results) == beam.size and (
-            beam.early_stopping or not living or results[-1][0] >= living[0][0] / (limit + 1) ** beam.length_penalty
+            beam.early_stopping or not live or results[-1][0] >= live[0][0] / (limit + 1) ** beam.length_penalty
         ):
             break
     return results
@@ -108,12 +108,12 @@ def all_log_probs(graph, arrays, source, tokens):
 
 @pytest.mark.parametrize(("size", "penalty", "early"), [(1, 0.6, True), (3, 0.0, True), (3, 0.6, False)])
 @given(seed=st.integers(0, 2**16))
-def test_any_beam_is_the_definition_with_lists(size, penalty, early, seed):
+def test_any_beam_equals_the_naive_search(size, penalty, early, seed):
     model = model_of("merged", seed)
-    rows = random_sources([3, 7, 2], 12, seed)
-    sources, limits, beam = sources_of(rows, 8), [4, 9, 6], Beam(size, penalty, early)
-    found = translate(model, sources, end=END, beam=beam, limits=limits)
-    for source, limit, hypotheses in zip(sources, limits, found):
+    sequences = random_sources([3, 7, 2], 12, seed)
+    sources, limits, beam = padded(sequences, 8), [4, 9, 6], Beam(size, penalty, early)
+    results = translate(model, sources, end=END, beam=beam, limits=limits)
+    for source, limit, hypotheses in zip(sources, limits, results):
 
         def next_log_probs(prefix, source=source):
             tokens = np.zeros((1, 10), np.int32)
@@ -127,73 +127,73 @@ def test_any_beam_is_the_definition_with_lists(size, penalty, early, seed):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_padding_greedy_and_rescoring(kind):
-    """A batch is its sentences one by one, whatever the padding; scores are a full pass's; a beam of 1 is greedy."""
+    """A batch equals its sentences one by one, with any padding; scores equal a forward pass; a beam of 1 is greedy."""
     model = model_of(kind)
-    rows = random_sources([9, 2, 5], 12)
-    batch = translate(model, sources_of([*rows, []], 12), end=END, beam=Beam(3))
-    assert batch.pop() == [], "a source of padding alone has no translation"
-    for row, together in zip(rows, batch):
-        alone = translate(model, sources_of([row], 9), end=END, beam=Beam(3))[0]
-        assert [h.tokens for h in alone] == [h.tokens for h in together]
-        np.testing.assert_allclose([h.score for h in alone], [h.score for h in together], rtol=1e-4)
-        values = [h.score for h in together]
-        assert values == sorted(values, reverse=True) and len({tuple(h.tokens) for h in together}) == 3
+    sequences = random_sources([9, 2, 5], 12)
+    batch = translate(model, padded([*sequences, []], 12), end=END, beam=Beam(3))
+    assert batch.pop() == [], "a source that is only padding has no translation"
+    for ids, batched in zip(sequences, batch):
+        single = translate(model, padded([ids], 9), end=END, beam=Beam(3))[0]
+        assert [h.tokens for h in single] == [h.tokens for h in batched]
+        np.testing.assert_allclose([h.score for h in single], [h.score for h in batched], rtol=1e-4)
+        values = [h.score for h in batched]
+        assert values == sorted(values, reverse=True) and len({tuple(h.tokens) for h in batched}) == 3
     best = [hypotheses[0] for hypotheses in batch]
-    rescored = score(model, sources_of(rows, 12), [h.tokens for h in best], end=END)
+    rescored = score(model, padded(sequences, 12), [h.tokens for h in best], end=END)
     np.testing.assert_allclose([h.log_probability for h in best], rescored, rtol=1e-4)
 
     limit = 8
-    narrow = translate(model, sources_of(rows, 12), end=END, beam=Beam(1), limits=[limit] * 3)
-    generation = prefill_translation(model, sources_of(rows, 12), limit, start=END)
+    narrow = translate(model, padded(sequences, 12), end=END, beam=Beam(1), limits=[limit] * 3)
+    generation = prefill_translation(model, padded(sequences, 12), limit, start=END)
     _, greedy = generate_tokens(model, generation, limit, end=END)
     assert [hypotheses[0].tokens for hypotheses in narrow] == greedy
 
 
-class Sure(Seq2Seq):
-    """Gives its best token nearly everything, and all others, an end too, an equal share of the rest."""
+class Confident(Seq2Seq):
+    """Gives its best token most of the probability, and all others, the stop token too, an equal share of the rest."""
 
     def log_probs(self, hidden):
         likely = jax.nn.one_hot(jnp.argmax(super().log_probs(hidden)[..., 1:], -1) + 1, 12)
         return jnp.log(0.92 * likely + 0.08 / 12)
 
 
-def test_unlikely_ends_do_not_stop_a_likely_translation():
-    """The toolkit's early stopping has enough results when unlikely beams have ended, which here is at every step."""
+def test_unlikely_results_do_not_stop_a_likely_translation():
+    """With early stopping, as in the paper's toolkit, unlikely beams that end fill the results; here at every step."""
     model = model_of("t2r")
-    model.__class__ = Sure
-    sources, limits = sources_of(random_sources([6, 6], 12), 6), [10, 10]
+    model.__class__ = Confident
+    sources, limits = padded(random_sources([6, 6], 12), 6), [10, 10]
     greedy = translate(model, sources, end=0, beam=Beam(1), limits=limits)
     for early in (False, True):
-        found = translate(model, sources, end=0, beam=Beam(4, 0.6, early), limits=limits)
-        assert [h[0].tokens == g[0].tokens for h, g in zip(found, greedy)] == [not early] * 2
+        results = translate(model, sources, end=0, beam=Beam(4, 0.6, early), limits=limits)
+        assert [h[0].tokens == g[0].tokens for h, g in zip(results, greedy)] == [not early] * 2
 
 
-def test_translations_end_early_and_at_their_limits():
-    """What the other tests rely on: models here do both."""
+def test_translations_stop_early_and_at_their_limits():
+    """The other tests rely on it: these models do both."""
     model = model_of("t2r")
-    rows = random_sources([4] * 24, 12)
-    found = translate(model, sources_of(rows, 4), end=END, beam=Beam(2))
-    lengths = {len(h.tokens) for hypotheses in found for h in hypotheses}
+    sequences = random_sources([4] * 24, 12)
+    results = translate(model, padded(sequences, 4), end=END, beam=Beam(2))
+    lengths = {len(h.tokens) for hypotheses in results for h in hypotheses}
     assert min(lengths) < 12 and max(lengths) <= 2 * 4 + 16 and len(lengths) > 3
 
 
-def test_sampled_translations_follow_their_seed():
+def test_sampled_translations_depend_on_the_seed():
     model = model_of("hybrid")
-    sources = sources_of(random_sources([5, 3], 12), 5)
-    texts = [
+    sources = padded(random_sources([5, 3], 12), 5)
+    samples = [
         generate_tokens(
             model, prefill_translation(model, sources, 9, start=END, seed=s), 9, end=END, sampling=Sampling(1.0)
         )[1]
         for s in (1, 1, 2)
     ]
-    assert texts[0] == texts[1] != texts[2]
+    assert samples[0] == samples[1] != samples[2]
 
 
-def test_a_search_that_cannot_be_is_refused():
+def test_impossible_searches_are_refused():
     learned = model_of("softmax", positions="learned", max_positions=8)
-    with pytest.raises(InputError, match=r"9 tokens are more than .*max_positions=8"):
-        translate(learned, sources_of(random_sources([9], 12), 16), end=END)
-    found = translate(learned, sources_of(random_sources([3], 12), 16), end=END, beam=Beam(2))[0]
-    assert max(len(h.tokens) for h in found) <= 7
+    with pytest.raises(InputError, match=r"9 tokens are too many .*max_positions=8"):
+        translate(learned, padded(random_sources([9], 12), 16), end=END)
+    hypotheses = translate(learned, padded(random_sources([3], 12), 16), end=END, beam=Beam(2))[0]
+    assert max(len(h.tokens) for h in hypotheses) <= 7
     with pytest.raises(InputError, match=r"beam=0(.|\n)*length_penalty=-1"):
         Beam(0, -1)

@@ -1,4 +1,4 @@
-"""Decoding: the same text whatever the batch, the pieces, the disk; and from every kind of model."""
+"""Generation does not depend on batching, chunks, or saving in between, for every kind of model."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from conftest import error, make_model, micro, random_tokens
-from t2r.benchmark.steps import linear_state_bytes, measure
+from t2r.benchmark.steps import linear_state_bytes, measure_decoding
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
 from t2r.decode import generate
@@ -15,8 +15,8 @@ from t2r.decode.sampling import Sampling, choose
 from t2r.decode.state_file import load_generation, save_generation
 from t2r.errors import InputError
 
-NO_END = -1
-# One for each state there is: a cache; S and z; these with a scale; several. What maps compute is tested elsewhere.
+NO_STOP = -1
+# One for each kind of state: a cache; S and z; S and z with a scale; a mixture. Feature maps are tested elsewhere.
 KINDS = ["softmax", "merged", "performer", "hybrid"]
 
 
@@ -35,15 +35,14 @@ def prompt(length, seed=0):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_decoding_is_the_argmax_of_the_whole_model_for_any_batch(kind):
-    """Unequal prompts, prefilled in chunks, against one full forward pass over each result."""
+def test_greedy_decoding_is_the_argmax_of_a_forward_pass_for_any_batch(kind):
+    """Prompts of different lengths, prefilled in chunks, against one forward pass over each result."""
     model = model_of(kind)
     prompts = [prompt(11, 1), prompt(3, 2), prompt(1, 3)]
-    _, rows = generate_tokens(model, prefill(model, prompts, 6, chunk=4), 6, end=NO_END, segment=4)
+    _, sequences = generate_tokens(model, prefill(model, prompts, 6, chunk=4), 6, end=NO_STOP, segment=4)
     forward = jax.jit(lambda tokens: jnp.argmax(model.log_probs(model(tokens)[0]), -1))
-    for given, made in zip(prompts, rows):
-        text = given + made
-        assert forward(jnp.array([text]))[0, len(given) - 1 : -1].tolist() == made
+    for ids, generated in zip(prompts, sequences):
+        assert forward(jnp.array([ids + generated]))[0, len(ids) - 1 : -1].tolist() == generated
 
 
 @pytest.mark.parametrize("kind", ["softmax", "merged", "hybrid", "performer"])
@@ -51,70 +50,72 @@ def test_a_state_is_saved_loaded_forked_and_continued(kind, tmp_path):
     model = model_of(kind)
     sampling = Sampling(temperature=1.0)
     whole_state, whole = generate_tokens(
-        model, prefill(model, [prompt(5), prompt(2, 1)], 12), 12, end=NO_END, sampling=sampling
+        model, prefill(model, [prompt(5), prompt(2, 1)], 12), 12, end=NO_STOP, sampling=sampling
     )
-    half, first = generate_tokens(model, prefill(model, [prompt(5), prompt(2, 1)], 4), 4, end=NO_END, sampling=sampling)
+    half, first = generate_tokens(
+        model, prefill(model, [prompt(5), prompt(2, 1)], 4), 4, end=NO_STOP, sampling=sampling
+    )
     save_generation(tmp_path / "state", half)
     loaded = load_generation(tmp_path / "state", model)
     copies = fork(loaded, 2)
-    end_state, second = generate_tokens(model, loaded, 8, end=NO_END, sampling=sampling)
+    end_state, second = generate_tokens(model, loaded, 8, end=NO_STOP, sampling=sampling)
     assert [a + b for a, b in zip(first, second)] == whole
     assert error(end_state.state.position, whole_state.state.position) == 0
-    _, forked = generate_tokens(
-        model, copies, 8, end=NO_END
-    )  # greedy: copies of one text stay alike, and differ from the other's
+    # Greedy: copies of one sequence stay equal, and differ from those of the other.
+    _, forked = generate_tokens(model, copies, 8, end=NO_STOP)
     assert len(forked) == 4 and forked[0] == forked[1] and forked[2] == forked[3] and forked[0] != forked[2]
 
 
 @pytest.mark.parametrize("kind", ["softmax", "merged"])
-def test_reading_on_is_reading_at_once(kind):
-    """A prompt in two parts, with generated text in between, against the same tokens as one prompt."""
+def test_appending_a_prompt_equals_reading_it_at_once(kind):
+    """A prompt in two parts, with generated tokens in between, against the same tokens as one prompt."""
     model = model_of(kind)
-    generation, rows = generate_tokens(model, prefill(model, [prompt(4)], 20), 3, end=NO_END)
+    generation, generated = generate_tokens(model, prefill(model, [prompt(4)], 20), 3, end=NO_STOP)
     generation = append_prompts(model, generation, [prompt(6, 5)])
-    _, after = generate_tokens(model, generation, 5, end=NO_END)
-    _, expected = generate_tokens(model, prefill(model, [prompt(4) + rows[0] + prompt(6, 5)], 5), 5, end=NO_END)
+    _, after = generate_tokens(model, generation, 5, end=NO_STOP)
+    _, expected = generate_tokens(model, prefill(model, [prompt(4) + generated[0] + prompt(6, 5)], 5), 5, end=NO_STOP)
     assert after == expected
-    one = append_prompts(
-        model, prefill(model, [prompt(1)], 9), [prompt(3, 5)]
-    )  # a single token is not forgotten either
-    _, expected = generate_tokens(model, prefill(model, [prompt(1) + prompt(3, 5)], 5), 5, end=NO_END)
-    assert generate_tokens(model, one, 5, end=NO_END)[1] == expected
+    # A prompt of one token, which is not in the state yet.
+    short = append_prompts(model, prefill(model, [prompt(1)], 9), [prompt(3, 5)])
+    _, expected = generate_tokens(model, prefill(model, [prompt(1) + prompt(3, 5)], 5), 5, end=NO_STOP)
+    assert generate_tokens(model, short, 5, end=NO_STOP)[1] == expected
 
 
-def test_texts_stop_at_their_end_and_the_rest_go_on():
+def test_sequences_stop_at_the_stop_token_and_the_others_continue():
     model = model_of("merged")
     prompts = [prompt(3, seed) for seed in range(4)]
-    _, free = generate_tokens(model, prefill(model, prompts, 10), 10, end=NO_END)
-    end = free[0][4]
-    seen = []
-    _, rows = generate_tokens(model, prefill(model, prompts, 10), 10, end=end, segment=2, on_tokens=seen.append)
-    assert rows == [row[: row.index(end)] if end in row else row for row in free]
-    assert np.concatenate(seen, 1).shape[1] <= 10
-    ends = free[0][6], end  # as of models that end texts in several ways: whichever comes first
-    _, one = generate_tokens(model, prefill(model, prompts[:1], 10), 10, end=ends, segment=2)
-    assert one == rows[:1]
+    _, free = generate_tokens(model, prefill(model, prompts, 10), 10, end=NO_STOP)
+    stop = free[0][4]
+    streamed = []
+    _, sequences = generate_tokens(
+        model, prefill(model, prompts, 10), 10, end=stop, segment=2, on_tokens=streamed.append
+    )
+    assert sequences == [ids[: ids.index(stop)] if stop in ids else ids for ids in free]
+    assert np.concatenate(streamed, 1).shape[1] <= 10
+    stops = free[0][6], stop  # some models have several stop tokens: the first that is generated counts
+    _, first = generate_tokens(model, prefill(model, prompts[:1], 10), 10, end=stops, segment=2)
+    assert first == sequences[:1]
 
 
 @pytest.mark.parametrize("kind", ["softmax", "merged"])
-def test_a_text_that_has_ended_waits_unchanged_for_the_others(kind):
-    """Read on after its end, it goes on as if it had been alone."""
+def test_the_state_of_a_finished_sequence_does_not_change(kind):
+    """When a prompt is appended, it continues as if it had been alone in the batch."""
     model = model_of(kind)
     candidates = [prompt(3, seed) for seed in range(8)]
-    _, free = generate_tokens(model, prefill(model, candidates, 9), 9, end=NO_END)
-    # Two texts, one of which early writes what the other never does: let that be the end.
-    i, j, end = next(
+    _, free = generate_tokens(model, prefill(model, candidates, 9), 9, end=NO_STOP)
+    # Two sequences, of which one soon generates a token that the other never does: that is the stop token.
+    i, j, stop = next(
         (i, j, token) for i in range(8) for j in range(8) for token in free[i][:4] if i != j and token not in free[j]
     )
-    prompts, made = [candidates[i], candidates[j]], free[i][: free[i].index(end) + 1]
-    generation, _ = generate_tokens(model, prefill(model, prompts, 20), 9, end=end)
-    assert generation.state.position.tolist() == [3 + len(made) - 1, 3 + 9 - 1]
-    _, after = generate_tokens(model, append_prompts(model, generation, [prompt(2, 7), prompt(4, 8)]), 6, end=NO_END)
-    _, expected = generate_tokens(model, prefill(model, [prompts[0] + made + prompt(2, 7)], 6), 6, end=NO_END)
+    prompts, generated = [candidates[i], candidates[j]], free[i][: free[i].index(stop) + 1]
+    generation, _ = generate_tokens(model, prefill(model, prompts, 20), 9, end=stop)
+    assert generation.state.position.tolist() == [3 + len(generated) - 1, 3 + 9 - 1]
+    _, after = generate_tokens(model, append_prompts(model, generation, [prompt(2, 7), prompt(4, 8)]), 6, end=NO_STOP)
+    _, expected = generate_tokens(model, prefill(model, [prompts[0] + generated + prompt(2, 7)], 6), 6, end=NO_STOP)
     assert after[:1] == expected
 
 
-def test_sampling_keeps_to_its_limits_and_to_its_seed():
+def test_sampling_respects_its_limits_and_its_seed():
     log_probs = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
     draw = lambda **options: {  # noqa: E731
         int(choose(log_probs, Sampling(**options), jax.random.key(i))[0]) for i in range(200)
@@ -127,16 +128,16 @@ def test_sampling_keeps_to_its_limits_and_to_its_seed():
     assert draw(temperature=1.0, top_k=99) == {0, 1, 2, 3}
     assert draw(temperature=0.05) == {0}
     model = model_of("merged")
-    texts = [
-        generate_tokens(model, prefill(model, [prompt(3)], 9, seed=s), 9, end=NO_END, sampling=Sampling(1.0))[1]
+    samples = [
+        generate_tokens(model, prefill(model, [prompt(3)], 9, seed=s), 9, end=NO_STOP, sampling=Sampling(1.0))[1]
         for s in (1, 1, 2)
     ]
-    assert texts[0] == texts[1] != texts[2]
+    assert samples[0] == samples[1] != samples[2]
     with pytest.raises(InputError, match=r"temperature=-1(.|\n)*top_k=-2(.|\n)*top_p=0"):
         Sampling(-1, -2, 0)
 
 
-def test_the_state_of_an_rnn_is_constant_and_as_large_as_the_formula_says():
+def test_the_state_of_an_rnn_has_the_constant_size_of_the_formula():
     rnn, transformer = model_of("merged"), model_of("softmax")
     sizes = [state_bytes(rnn, 16, length) for length in (1, 64, 4096)]
     assert set(sizes) == {linear_state_bytes(layers=2, batch=16, heads=2, features=8, head_dim=16)}
@@ -146,11 +147,11 @@ def test_the_state_of_an_rnn_is_constant_and_as_large_as_the_formula_says():
 
 
 def test_the_benchmark_counts_what_it_generates():
-    found = measure(model_of("merged"), 8, batch=2, repeat_for=0.01)
-    assert found.tokens_per_second == pytest.approx(16 / found.seconds) and found.compile_seconds > 0
+    measured = measure_decoding(model_of("merged"), 8, batch=2, repeat_for=0.01)
+    assert measured.tokens_per_second == pytest.approx(16 / measured.seconds) and measured.compile_seconds > 0
 
 
-def test_a_length_that_does_not_fit_is_said_before_starting(monkeypatch):
+def test_a_length_that_does_not_fit_is_refused_before_starting(monkeypatch):
     model = model_of("softmax")
     with pytest.raises(InputError, match=r"GiB are free: generate at most [\d,]+ tokens"):
         prefill(model, [prompt(3)], 10**12)
@@ -161,13 +162,13 @@ def test_a_length_that_does_not_fit_is_said_before_starting(monkeypatch):
     assert state_bytes(model, 1, fits) <= 10_000 < state_bytes(model, 1, fits + 2)
 
 
-def test_prompts_that_cannot_be_are_refused():
+def test_bad_prompts_are_refused():
     learned = make_model(micro(positions="learned", max_positions=8))
-    with pytest.raises(InputError, match=r"12 tokens are more than .*max_positions=8"):
+    with pytest.raises(InputError, match=r"12 tokens are too many .*max_positions=8"):
         prefill(learned, [prompt(10)], 2)
-    generation, _ = generate_tokens(learned, prefill(learned, [prompt(4)], 4), 2, end=NO_END)
+    generation, _ = generate_tokens(learned, prefill(learned, [prompt(4)], 4), 2, end=NO_STOP)
     with pytest.raises(InputError, match="max_positions=8"):
-        generate_tokens(learned, generation, 9, end=NO_END)
+        generate_tokens(learned, generation, 9, end=NO_STOP)
     with pytest.raises(InputError, match="at least one token"):
         prefill(learned, [[]], 2)
 

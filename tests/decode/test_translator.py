@@ -1,4 +1,4 @@
-"""Lines in, lines out: order, empty lines, long lines."""
+"""Translation of lines: order, empty lines, long lines."""
 
 import numpy as np
 import pytest
@@ -32,16 +32,16 @@ def content():
     return LoadedModel(model, TokenizerPair(tokenizer, tokenizer), {"history": []})
 
 
-def test_each_line_has_its_translations_in_its_place(content):
-    seen = []
-    found = translate_lines(content, LINES, TranslateOptions(beam=Beam(3), batch=4), on_batch=seen.append)
-    assert sum(seen) == len(LINES) == len(found)
-    alone = translate_lines(content, LINES[2:3], TranslateOptions(beam=Beam(3), batch=4))[0]
-    assert [t.text for t in found[2]] == [t.text for t in alone] and len(alone) == 3
-    np.testing.assert_allclose([t.score for t in found[2]], [t.score for t in alone], rtol=1e-4)
+def test_translations_are_in_the_order_of_the_lines(content):
+    counts = []
+    results = translate_lines(content, LINES, TranslateOptions(beam=Beam(3), batch=4), on_batch=counts.append)
+    assert sum(counts) == len(LINES) == len(results)
+    single = translate_lines(content, LINES[2:3], TranslateOptions(beam=Beam(3), batch=4))[0]
+    assert [t.text for t in results[2]] == [t.text for t in single] and len(single) == 3
+    np.testing.assert_allclose([t.score for t in results[2]], [t.score for t in single], rtol=1e-4)
     for empty in (1, 3):
-        assert found[empty] == [("", 0.0)]
-    for translations in found:
+        assert results[empty] == [("", 0.0)]
+    for translations in results:
         assert all("\n" not in t.text and "\r" not in t.text for t in translations)
         assert [t.score for t in translations] == sorted((t.score for t in translations), reverse=True)
 
@@ -53,13 +53,13 @@ def test_sampling_needs_no_beam(content):
     assert all(len(translations) == 1 for translations in first)
 
 
-def test_lines_that_are_too_long_are_named_or_cut(content):
+def test_lines_that_are_too_long_are_refused_or_cut(content):
     options = TranslateOptions(batch=4, max_source=6)
     with pytest.raises(InputError, match=r"max_source=6 tokens: line 13 \(\d+\)"):
         translate_lines(content, LINES, options, first_line=11)
-    said = []
-    found = translate_lines(content, LINES, options._replace(truncate=True), warn=said.append)
-    assert len(said) == 1 and "line 3 " in said[0] and len(found) == len(LINES)
+    warnings = []
+    results = translate_lines(content, LINES, options._replace(truncate=True), warn=warnings.append)
+    assert len(warnings) == 1 and "line 3 " in warnings[0] and len(results) == len(LINES)
 
 
 def test_batches_have_few_widths():

@@ -20,14 +20,14 @@ def model():
 
 
 def nll(stream, begin, window):
-    """The losses of all targets of one window, from the whole row of probabilities."""
+    """The losses of all targets of one window, from the probabilities of the whole vocabulary."""
     piece = stream[begin : begin + window + 1]
     log_probs = np.asarray(LOG_PROBS(piece[None, :-1]))[0]
     return -log_probs[np.arange(len(piece) - 1), piece[1:]]
 
 
 @pytest.mark.parametrize("length", [9, 50, 65, 70])
-def test_both_measures_are_what_they_say(model, length):
+def test_both_measures_equal_a_plain_computation(model, length):
     """`perplexity`: each token from at least half a window; `perplexity_all`: all tokens, once each."""
     window, stream = 16, np.asarray(random_tokens(1, length))[0]
     scores = perplexity(model, stream, window=window, batch=3, quiet=True)
@@ -37,7 +37,7 @@ def test_both_measures_are_what_they_say(model, length):
     assert scores.tokens == length - 1 == len(np.concatenate(whole))
     assert scores.perplexity == pytest.approx(math.exp(late.mean()), rel=1e-4)
     if (length - 1) % 16 == 0 or (length - 1) % 16 > 8:
-        # A remainder of up to half a window is scored with more context than a window of its own would give.
+        # A remainder of up to half a window is scored with more context than a separate window would give.
         assert scores.perplexity_all == pytest.approx(math.exp(np.concatenate(whole).mean()), rel=1e-4)
 
 
@@ -48,8 +48,8 @@ def test_the_first_token_is_predicted_from_the_end_of_text(model):
     assert with_start == by_hand and with_start.tokens == 20
 
 
-def test_documents_are_scored_by_themselves(model):
-    """Each after `start`, with which it is cut at the window; whatever shares its batch, or is empty."""
+def test_documents_are_scored_independently(model):
+    """Each follows `start` and is cut to the window; other documents of the batch, or empty ones, have no effect."""
     documents = [np.asarray(random_tokens(1, length, seed=length))[0].tolist() for length in (5, 40, 15)]
     scores = document_perplexity(model, [*documents, []], start=2, window=16, batch=2, quiet=True)
     losses = np.concatenate([nll(np.array([2, *ids]), 0, 15) for ids in documents])

@@ -1,4 +1,4 @@
-"""Tiny fairseq checkpoints, written without torch, and what their models compute, in plain numpy."""
+"""Tiny fairseq checkpoints, written without torch, and a reference implementation of their models in NumPy."""
 
 import io
 import itertools
@@ -14,14 +14,14 @@ from t2r.importers.torch_file import MAGIC, TYPES
 
 
 class Global(NamedTuple):
-    """A name in a pickle, of something that need not exist here."""
+    """A global name in a pickle, such as a class; it need not exist."""
 
     module: str
     name: str
 
 
 class Call(NamedTuple):
-    """What a pickle has called, and the state it then sets."""
+    """A call in a pickle, and the state that is then set on the result."""
 
     function: Global
     arguments: tuple = ()
@@ -48,8 +48,8 @@ class Writer(pickle._Pickler):
         kind = next(name for name, dtype in TYPES.items() if np.dtype(dtype) == obj.array.dtype)
         return "storage", Global("torch", f"{kind}Storage"), obj.key, "cpu", obj.array.size
 
-    def save_global_name(self, found: Global) -> None:
-        self.write(f"c{found.module}\n{found.name}\n".encode())
+    def save_global_name(self, name: Global) -> None:
+        self.write(f"c{name.module}\n{name.name}\n".encode())
 
     def save_call(self, call: Call) -> None:
         self.save(call.function)
@@ -73,7 +73,7 @@ class Writer(pickle._Pickler):
 
 
 def write(path, content: Any, *, legacy: bool = False) -> None:
-    """A file as torch.save writes it, since torch 1.6 or before."""
+    """Writes a file as torch.save does; `legacy`: as before torch 1.6."""
     stream = io.BytesIO()
     writer = Writer(stream)
     writer.dump(content)
@@ -98,7 +98,7 @@ def namespace(**settings) -> Call:
 
 
 def omegaconf(value: Any) -> Any:
-    """A dictionary as omegaconf's objects, as older fairseq has pickled it."""
+    """A dictionary as omegaconf objects, as older versions of fairseq pickle it."""
     if isinstance(value, dict):
         content = {name: omegaconf(item) for name, item in value.items()}
         kind = Global("fairseq.dataclass.configs", "CommonConfig")
@@ -109,7 +109,7 @@ def omegaconf(value: Any) -> Any:
 
 
 def dictionary(path, words: list[str]) -> None:
-    """A word and its count a line."""
+    """Writes a fairseq dictionary: one word and its count per line."""
     path.write_text("".join(f"{word} {1000 - i}\n" for i, word in enumerate(words)), "utf-8")
 
 
@@ -131,14 +131,14 @@ VOCABULARY = 44
 
 
 def weights(c: dict, *, source: int = VOCABULARY, positions: int = 0, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights under today's names; those that are tied are one array under two."""
-    chance = np.random.default_rng(seed)
+    """Random weights with fairseq's current names; tied weights are one array under two names."""
+    rng = np.random.default_rng(seed)
     width, inner = c["decoder_embed_dim"], c["decoder_ffn_embed_dim"]
-    normal = lambda *shape: chance.standard_normal(shape).astype(np.float32) * 0.3  # noqa: E731
-    found = {"decoder.version": np.full(1, 3, np.float32)}
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32) * 0.3  # noqa: E731
+    arrays = {"decoder.version": np.full(1, 3, np.float32)}
 
     def norm(name: str) -> None:
-        found[f"{name}.weight"], found[f"{name}.bias"] = 1 + normal(width), normal(width)
+        arrays[f"{name}.weight"], arrays[f"{name}.bias"] = 1 + normal(width), normal(width)
 
     for side in ("encoder", "decoder") if "encoder_layers" in c else ("decoder",):
         for i in range(c[f"{side}_layers"]):
@@ -146,49 +146,49 @@ def weights(c: dict, *, source: int = VOCABULARY, positions: int = 0, seed: int 
             both = side == "decoder" and "encoder_layers" in c
             for name in ("self_attn", "encoder_attn") if both else ("self_attn",):
                 for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-                    found[f"{layer}.{name}.{part}.weight"] = normal(width, width)
-                    found[f"{layer}.{name}.{part}.bias"] = normal(width)
+                    arrays[f"{layer}.{name}.{part}.weight"] = normal(width, width)
+                    arrays[f"{layer}.{name}.{part}.bias"] = normal(width)
                 norm(f"{layer}.{name}_layer_norm")
-            found |= {f"{layer}.fc1.weight": normal(inner, width), f"{layer}.fc1.bias": normal(inner)}
-            found |= {f"{layer}.fc2.weight": normal(width, inner), f"{layer}.fc2.bias": normal(width)}
+            arrays |= {f"{layer}.fc1.weight": normal(inner, width), f"{layer}.fc1.bias": normal(inner)}
+            arrays |= {f"{layer}.fc2.weight": normal(width, inner), f"{layer}.fc2.bias": normal(width)}
             norm(f"{layer}.final_layer_norm")
         if c[f"{side}_normalize_before"] and not c.get("adaptive_input"):
             norm(f"{side}.layer_norm")
         if c.get("layernorm_embedding"):
             norm(f"{side}.layernorm_embedding")
         if positions:
-            found[f"{side}.embed_positions.weight"] = normal(positions + 2, width)
+            arrays[f"{side}.embed_positions.weight"] = normal(positions + 2, width)
         else:
-            found[f"{side}.embed_positions._float_tensor"] = normal(1)
+            arrays[f"{side}.embed_positions._float_tensor"] = normal(1)
     if c.get("adaptive_input"):
         head = "decoder.adaptive_softmax"
         for i, (low, high) in enumerate(itertools.pairwise((0, 12, 30, VOCABULARY))):
             band, size = f"decoder.embed_tokens.embeddings.{i}", width // 4**i
-            found |= {f"{band}.0.weight": normal(high - low, size), f"{band}.1.weight": normal(width, size)}
+            arrays |= {f"{band}.0.weight": normal(high - low, size), f"{band}.1.weight": normal(width, size)}
             if i:
-                found[f"{head}.tail.{i - 1}.0.weight"] = found[f"{band}.1.weight"]
-                found[f"{head}.tail.{i - 1}.2.weight"] = found[f"{band}.0.weight"]
-        found[f"{head}.head.word_proj.weight"] = found["decoder.embed_tokens.embeddings.0.0.weight"]
-        found[f"{head}.head.class_proj.weight"] = normal(2, width)
-        found |= {f"{head}.head._float_tensor": normal(1), f"{head}.version": np.ones(1, np.int64)}
-        return found
-    table = found["decoder.embed_tokens.weight"] = normal(VOCABULARY, width)
+                arrays[f"{head}.tail.{i - 1}.0.weight"] = arrays[f"{band}.1.weight"]
+                arrays[f"{head}.tail.{i - 1}.2.weight"] = arrays[f"{band}.0.weight"]
+        arrays[f"{head}.head.word_proj.weight"] = arrays["decoder.embed_tokens.embeddings.0.0.weight"]
+        arrays[f"{head}.head.class_proj.weight"] = normal(2, width)
+        arrays |= {f"{head}.head._float_tensor": normal(1), f"{head}.version": np.ones(1, np.int64)}
+        return arrays
+    table = arrays["decoder.embed_tokens.weight"] = normal(VOCABULARY, width)
     shared = c.get("share_all_embeddings")
     if "encoder_layers" in c:
-        found["encoder.embed_tokens.weight"] = table if shared else normal(source, width)
+        arrays["encoder.embed_tokens.weight"] = table if shared else normal(source, width)
     tied = shared or c.get("share_decoder_input_output_embed")
-    found["decoder.output_projection.weight"] = table if tied else normal(VOCABULARY, width)
-    return found
+    arrays["decoder.output_projection.weight"] = table if tied else normal(VOCABULARY, width)
+    return arrays
 
 
-def old_names(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same weights as fairseq wrote them years ago: fused projections, numbered norms, no copies of tied tables."""
+def old_names(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The weights as old versions of fairseq wrote them: fused projections, numbered norms, tied tables only once."""
     old = {}
-    for name, array in found.items():
+    for name, array in arrays.items():
         layer, _, last = name.rpartition(".")
         if layer.endswith(("q_proj", "k_proj", "v_proj")):
             attention = layer[: -len(".q_proj")]
-            parts = [found[f"{attention}.{which}_proj.{last}"] for which in "qkv"]
+            parts = [arrays[f"{attention}.{which}_proj.{last}"] for which in "qkv"]
             old[f"{attention}.in_proj_{last}"] = np.concatenate(parts)
             continue
         norms = ["self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"]
@@ -196,7 +196,7 @@ def old_names(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         for i, norm in enumerate(norms if ".layers." in name else []):
             name = name.replace(norm, f"layer_norms.{i}")
         if name == "decoder.output_projection.weight":
-            if array is found["decoder.embed_tokens.weight"]:
+            if array is arrays["decoder.embed_tokens.weight"]:
                 continue
             name = "decoder.embed_out"
         if name != "decoder.version":
@@ -205,10 +205,10 @@ def old_names(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 class Reference:
-    """What such a model computes, in float64, one token after the other where that is simplest."""
+    """A plain float64 implementation of these models."""
 
-    def __init__(self, c: dict, found: dict[str, np.ndarray]):
-        self.c, self.w = c, {name: np.asarray(array, np.float64) for name, array in found.items()}
+    def __init__(self, c: dict, arrays: dict[str, np.ndarray]):
+        self.c, self.w = c, {name: np.asarray(array, np.float64) for name, array in arrays.items()}
         self.before, self.heads = c["decoder_normalize_before"], c["decoder_attention_heads"]
 
     def norm(self, x, name):
@@ -218,16 +218,16 @@ class Reference:
     def linear(self, x, name):
         return x @ self.w[f"{name}.weight"].T + self.w[f"{name}.bias"]
 
-    def attend(self, x, memory, name, causal=False):
-        q, k, v = (self.linear(y, f"{name}.{p}_proj") for y, p in ((x, "q"), (memory, "k"), (memory, "v")))
+    def attend(self, x, source, name, causal=False):
+        q, k, v = (self.linear(y, f"{name}.{p}_proj") for y, p in ((x, "q"), (source, "k"), (source, "v")))
         out, size = np.zeros_like(q), q.shape[1] // self.heads
         for head, i in itertools.product(range(self.heads), range(len(x))):
-            part, last = slice(head * size, (head + 1) * size), i + 1 if causal else len(memory)
+            part, last = slice(head * size, (head + 1) * size), i + 1 if causal else len(source)
             scores = np.exp(k[:last, part] @ q[i, part] / math.sqrt(size))
             out[i, part] = scores / scores.sum() @ v[:last, part]
         return self.linear(out, f"{name}.out_proj")
 
-    def feed(self, x, layer):
+    def feedforward(self, x, layer):
         hidden = self.linear(x, f"{layer}.fc1")
         if self.c.get("activation_fn") == "gelu":
             hidden = hidden * (1 + np.vectorize(math.erf)(hidden / math.sqrt(2))) / 2
@@ -236,12 +236,12 @@ class Reference:
     def embed(self, ids, side):
         width = self.c["decoder_embed_dim"]
         if self.c.get("adaptive_input"):
-            rows, bounds = [], (0, 12, 30, VOCABULARY)
+            vectors, bounds = [], (0, 12, 30, VOCABULARY)
             for token in ids:
                 band = next(i for i in range(3) if token < bounds[i + 1])
                 name = f"decoder.embed_tokens.embeddings.{band}"
-                rows.append(self.w[f"{name}.1.weight"] @ self.w[f"{name}.0.weight"][token - bounds[band]])
-            x = np.array(rows)
+                vectors.append(self.w[f"{name}.1.weight"] @ self.w[f"{name}.0.weight"][token - bounds[band]])
+            x = np.array(vectors)
         else:
             x = self.w[f"{side}.embed_tokens.weight"][ids]
         x = x if self.c.get("no_scale_embedding") else x * math.sqrt(width)
@@ -253,16 +253,16 @@ class Reference:
             x = x + np.concatenate([np.sin(angles), np.cos(angles)], 1)
         return self.norm(x, f"{side}.layernorm_embedding") if self.c.get("layernorm_embedding") else x
 
-    def stack(self, ids, side, memory=None):
+    def stack(self, ids, side, source=None):
         x = self.embed(ids, side)
         for i in range(self.c[f"{side}_layers"]):
             layer = f"{side}.layers.{i}"
             branches = {
                 "self_attn_layer_norm": lambda y: self.attend(y, y, f"{layer}.self_attn", side == "decoder"),  # noqa: B023
-                "encoder_attn_layer_norm": lambda y: self.attend(y, memory, f"{layer}.encoder_attn"),  # noqa: B023
-                "final_layer_norm": lambda y: self.feed(y, layer),  # noqa: B023
+                "encoder_attn_layer_norm": lambda y: self.attend(y, source, f"{layer}.encoder_attn"),  # noqa: B023
+                "final_layer_norm": lambda y: self.feedforward(y, layer),  # noqa: B023
             }
-            if memory is None:
+            if source is None:
                 del branches["encoder_attn_layer_norm"]
             for name, branch in branches.items():
                 norm = f"{layer}.{name}"
@@ -270,18 +270,18 @@ class Reference:
         return self.norm(x, f"{side}.layer_norm") if f"{side}.layer_norm.weight" in self.w else x
 
     def log_probs(self, target, source=None):
-        """Of each word after each of the target's."""
+        """Log-probabilities of the token after each target token, over the vocabulary."""
         x = self.stack(target, "decoder", None if source is None else self.stack(source, "encoder"))
         if not self.c.get("adaptive_input"):
             return log_softmax(x @ self.w["decoder.output_projection.weight"].T)
         head = "decoder.adaptive_softmax"
         words, classes = self.w[f"{head}.head.word_proj.weight"], self.w[f"{head}.head.class_proj.weight"]
         first = log_softmax(x @ np.concatenate([words, classes]).T)
-        found = [first[:, : len(words)]]
+        parts = [first[:, : len(words)]]
         for i in range(2):
             table, projection = self.w[f"{head}.tail.{i}.2.weight"], self.w[f"{head}.tail.{i}.0.weight"]
-            found.append(first[:, len(words) + i, None] + log_softmax(x @ projection @ table.T))
-        return np.concatenate(found, 1)
+            parts.append(first[:, len(words) + i, None] + log_softmax(x @ projection @ table.T))
+        return np.concatenate(parts, 1)
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:

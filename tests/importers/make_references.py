@@ -1,6 +1,6 @@
-"""Makes tests/importers/references: tiny random models as the original library saves them, and what it computes.
+"""Writes tests/importers/references: tiny random models saved by the original library, and its outputs.
 
-Needs torch and transformers, which the tests themselves do not:
+Needs torch and transformers, which the tests do not need:
     python -m tests.importers.make_references
 """
 
@@ -55,23 +55,23 @@ CASES = {
 
 
 def make(name: str, folder: Path, seed: int = 0) -> None:
-    """One model directory, with reference.npz: ids, logits, and what greedy generation adds to the first row."""
+    """Writes one model directory, with reference.npz: ids, logits, and greedy generation from the first sequence."""
     import torch
     import transformers
 
     torch.manual_seed(seed)
     model_class, config_class, fields = CASES[name]
     model = getattr(transformers, model_class)(getattr(transformers, config_class)(**fields)).eval()
-    with torch.no_grad():  # so that no norm is 1 and no bias 0
+    with torch.no_grad():  # so that no norm scale is 1 and no bias 0
         for key, parameter in model.named_parameters():
             if not (name == "marian" and "embed_positions" in key):
                 parameter.add_(0.1 * torch.randn_like(parameter))
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.add_(torch.randn_like(model.final_logits_bias))
-    chance = np.random.default_rng(seed)
-    arrays = {"input_ids": chance.integers(3, 61, (2, 12))}
+    rng = np.random.default_rng(seed)
+    arrays = {"input_ids": rng.integers(3, 61, (2, 12))}
     if model.config.is_encoder_decoder:
-        arrays["decoder_input_ids"] = chance.integers(3, 61, (2, 9))
+        arrays["decoder_input_ids"] = rng.integers(3, 61, (2, 9))
         arrays["attention_mask"] = np.where(np.arange(12) < [[12], [8]], 1, 0)
     with torch.no_grad():
         tensors = {key: torch.tensor(value) for key, value in arrays.items()}

@@ -1,4 +1,4 @@
-"""fairseq checkpoints, of whatever age, compute here what they computed there; and nothing in them is executed."""
+"""Imported fairseq checkpoints, old and new, equal a plain reference; and no code in them is executed."""
 
 import argparse
 import functools
@@ -39,7 +39,7 @@ SEPARATE = dict(
     MT, encoder_normalize_before=True, decoder_normalize_before=True, activation_fn="gelu", layernorm_embedding=True,
     encoder_learned_pos=True, decoder_learned_pos=True, no_scale_embedding=True,
 )  # fmt: skip
-NESTED = {  # as hydra has it: settings of the decoder by themselves, some that stand for others
+NESTED = {  # as hydra stores it: the decoder's settings nested, some of them references to others
     "_name": "transformer_lm", "share_decoder_input_output_embed": True, "decoder_input_dim": "${model.decoder.width}",
     "decoder": {"embed_dim": 16, "ffn_embed_dim": 24, "layers": 2, "attention_heads": 2, "normalize_before": True},
 }  # fmt: skip
@@ -53,72 +53,72 @@ def model_of(path):
 @functools.partial(jax.jit, static_argnums=0)
 def log_probs(graph, state, target, source):
     model = nnx.merge(graph, state)
-    seen = None if source is None else model.source_states(source, jnp.ones(source.shape, bool))
-    return model.log_probs(model(target, source=seen)[0])
+    states = None if source is None else model.source_states(source, jnp.ones(source.shape, bool))
+    return model.log_probs(model(target, source=states)[0])
 
 
-def compare(path, c, found, source_size=VOCABULARY):
-    chance = np.random.default_rng(1)
-    target = np.array([2, *chance.permutation(VOCABULARY)[:12]])
-    source = chance.integers(4, source_size, 7) if "encoder_layers" in c else None
+def compare(path, c, arrays, source_size=VOCABULARY):
+    rng = np.random.default_rng(1)
+    target = np.array([2, *rng.permutation(VOCABULARY)[:12]])
+    source = rng.integers(4, source_size, 7) if "encoder_layers" in c else None
     model, _ = model_of(path)
-    rows = [None if ids is None else jnp.asarray(ids[None], jnp.int32) for ids in (target, source)]
-    ours, theirs = log_probs(*nnx.split(model), *rows)[0], Reference(c, found).log_probs(target, source)
+    inputs = [None if ids is None else jnp.asarray(ids[None], jnp.int32) for ids in (target, source)]
+    actual, expected = log_probs(*nnx.split(model), *inputs)[0], Reference(c, arrays).log_probs(target, source)
     bounds = (0, 12, 30, VOCABULARY)
     for low, high in itertools.pairwise(bounds):  # each band, where there are bands
-        assert error(ours[:, low:high], theirs[:, low:high]) < 1e-4
+        assert error(actual[:, low:high], expected[:, low:high]) < 1e-4
 
 
-def test_an_adaptive_language_model_is_the_original(tmp_path):
-    found = weights(ADAPTIVE)
-    write(tmp_path / "model.pt", {"args": namespace(**ADAPTIVE), "model": found})
-    compare(tmp_path / "model.pt", ADAPTIVE, found)
+def test_an_adaptive_language_model_equals_the_reference(tmp_path):
+    arrays = weights(ADAPTIVE)
+    write(tmp_path / "model.pt", {"args": namespace(**ADAPTIVE), "model": arrays})
+    compare(tmp_path / "model.pt", ADAPTIVE, arrays)
 
 
-def test_an_old_language_model_in_half_precision_is_the_original(tmp_path):
-    found = {name: array.astype(np.float16) for name, array in weights(ADAPTIVE, seed=2).items()}
+def test_an_old_language_model_in_half_precision_equals_the_reference(tmp_path):
+    arrays = {name: array.astype(np.float16) for name, array in weights(ADAPTIVE, seed=2).items()}
     settings = namespace(**OLD_ADAPTIVE, no_tie_adaptive_proj=False)
-    write(tmp_path / "old.pt", {"args": settings, "model": old_names(found)}, legacy=True)
-    compare(tmp_path / "old.pt", ADAPTIVE, found)
+    write(tmp_path / "old.pt", {"args": settings, "model": old_names(arrays)}, legacy=True)
+    compare(tmp_path / "old.pt", ADAPTIVE, arrays)
 
 
 @pytest.mark.parametrize("wrap", [lambda value: value, omegaconf])
-def test_a_plain_language_model_with_new_settings_is_the_original(tmp_path, wrap):
+def test_a_plain_language_model_with_new_settings_equals_the_reference(tmp_path, wrap):
     settings = {"model": NESTED, "task": {"_name": "language_modeling", "add_bos_token": False}, "bpe": None}
     c = dict(LM, share_decoder_input_output_embed=True)
-    found = weights(c)
-    write(tmp_path / "model.pt", {"args": None, "cfg": wrap(settings), "model": found})
-    if wrap is omegaconf:  # the same numbers, from other objects
+    arrays = weights(c)
+    write(tmp_path / "model.pt", {"args": None, "cfg": wrap(settings), "model": arrays})
+    if wrap is omegaconf:  # the same settings and weights, in other objects
         assert fairseq.load_checkpoint(tmp_path / "model.pt")[0].heads == 2
     else:
-        compare(tmp_path / "model.pt", c, found)
+        compare(tmp_path / "model.pt", c, arrays)
 
 
-def test_a_translation_model_is_the_original(tmp_path):
+def test_a_translation_model_equals_the_reference(tmp_path):
     c = dict(MT, share_all_embeddings=True)
-    found = weights(c)
-    write(tmp_path / "model.pt", {"args": namespace(**c), "model": found})
-    compare(tmp_path / "model.pt", c, found)
+    arrays = weights(c)
+    write(tmp_path / "model.pt", {"args": namespace(**c), "model": arrays})
+    compare(tmp_path / "model.pt", c, arrays)
 
 
-def test_an_old_translation_model_with_separate_vocabularies_is_the_original(tmp_path):
-    found = weights(SEPARATE, source=30, positions=20)
-    write(tmp_path / "model.pt", {"args": namespace(**SEPARATE), "model": old_names(found)}, legacy=True)
-    compare(tmp_path / "model.pt", SEPARATE, found, source_size=30)
+def test_an_old_translation_model_with_separate_vocabularies_equals_the_reference(tmp_path):
+    arrays = weights(SEPARATE, source=30, positions=20)
+    write(tmp_path / "model.pt", {"args": namespace(**SEPARATE), "model": old_names(arrays)}, legacy=True)
+    compare(tmp_path / "model.pt", SEPARATE, arrays, source_size=30)
 
 
 def some_tensors():
     table = np.arange(24, dtype=np.float32).reshape(4, 6)
-    shapes = {"whole": table, "strided": table[1:, ::2], "turned": table.T, "empty": np.zeros((0, 3), np.float32)}
+    shapes = {"whole": table, "strided": table[1:, ::2], "transposed": table.T, "empty": np.zeros((0, 3), np.float32)}
     types = (np.float16, ml_dtypes.bfloat16, np.float64, np.int64)
     return shapes | {np.dtype(dtype).name: np.linspace(-2, 2, 5).astype(dtype) for dtype in types}
 
 
 def check(read, tensors):
     for name, expected in tensors.items():
-        found = read[name].array()
-        assert found.dtype == expected.dtype and np.array_equal(found, expected), name
-        assert not found.flags.owndata or not found.size, "a view of the file, which is not read before it is needed"
+        array = read[name].array()
+        assert array.dtype == expected.dtype and np.array_equal(array, expected), name
+        assert not array.flags.owndata or not array.size, "a view of the file, which is read only when it is used"
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -129,14 +129,14 @@ def test_tensors_of_all_kinds_are_read(tmp_path, legacy):
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_what_torch_itself_writes_is_read(tmp_path, legacy):
+def test_files_written_by_torch_are_read(tmp_path, legacy):
     torch = pytest.importorskip("torch")
     tensors = {name: array for name, array in some_tensors().items() if array.dtype != ml_dtypes.bfloat16}
-    theirs = OrderedDict((name, torch.from_numpy(array)) for name, array in tensors.items())
-    theirs["parameter"] = torch.nn.Parameter(theirs["whole"].bfloat16())
-    theirs._metadata = {"version": 1}
-    beside = {"args": argparse.Namespace(a=[1, 2]), "n": np.float64(3), "type": torch.float16, "set": {1}}
-    torch.save({"model": theirs, **beside}, tmp_path / "x.pt", _use_new_zipfile_serialization=not legacy)
+    state_dict = OrderedDict((name, torch.from_numpy(array)) for name, array in tensors.items())
+    state_dict["parameter"] = torch.nn.Parameter(state_dict["whole"].bfloat16())
+    state_dict._metadata = {"version": 1}
+    other = {"args": argparse.Namespace(a=[1, 2]), "n": np.float64(3), "type": torch.float16, "set": {1}}
+    torch.save({"model": state_dict, **other}, tmp_path / "x.pt", _use_new_zipfile_serialization=not legacy)
     read = torch_file.read(tmp_path / "x.pt")
     check(read["model"], tensors | {"parameter": tensors["whole"].astype(ml_dtypes.bfloat16)})
     assert read["args"].state == {"a": [1, 2]}
@@ -157,7 +157,7 @@ def test_no_code_is_run(tmp_path, name, legacy):
 
 
 def test_shells_do_nothing(tmp_path):
-    """Whatever a pickle does to the stand-ins of classes, they stay stand-ins."""
+    """Whatever a pickle calls or sets on a shell, it stays a shell."""
     marker = tmp_path / "marker"
     inner = Call(Global("fairseq.os", "system"), (f"touch {marker}",), {"__class__": 1})
     write(tmp_path / "x.pt", Call(Global("numpy.core.multiarray", "scalar"), (inner,), {"__reduce__": inner}))
@@ -178,62 +178,62 @@ def test_a_file_that_is_cut_short_is_one_error(tmp_path, legacy):
 def test_tensors_stay_within_their_storage(tmp_path):
     strided = np.lib.stride_tricks.as_strided
     table = np.zeros((3, 4), np.float32)
-    found = weights(LM) | {"beyond": strided(table, (4, 4), (16, 4)), "spread": strided(table, (10**9,), (0,))}
-    write(tmp_path / "model.pt", {"args": namespace(**LM), "model": found})
+    arrays = weights(LM) | {"beyond": strided(table, (4, 4), (16, 4)), "spread": strided(table, (10**9,), (0,))}
+    write(tmp_path / "model.pt", {"args": namespace(**LM), "model": arrays})
     with pytest.raises(InputError, match=r"(?s)beyond: shape \(4, 4\).*spread: shape") as caught:
         fairseq.load_checkpoint(tmp_path / "model.pt")
-    assert "exceed 12 numbers" in str(caught.value)
+    assert "exceed 12 values" in str(caught.value)
 
 
 def changed(kind):
     """Settings and weights of a model that cannot be imported."""
-    c, found = dict(ADAPTIVE), weights(ADAPTIVE)
+    c, arrays = dict(ADAPTIVE), weights(ADAPTIVE)
     layer, tail = "decoder.layers.1", "decoder.adaptive_softmax.tail.0"
     if kind == "missing and unknown":
-        del found[f"{layer}.fc1.weight"], found["decoder.layers.0.final_layer_norm.bias"]
-        found[f"{layer}.self_attn.bias_k"] = np.ones(3, np.float32)
-    elif kind == "misshapen":
-        found[f"{layer}.fc1.weight"] = np.ones((25, 16), np.float32)
-        found[f"{layer}.fc2.bias"] = np.ones(15, np.float32)
+        del arrays[f"{layer}.fc1.weight"], arrays["decoder.layers.0.final_layer_norm.bias"]
+        arrays[f"{layer}.self_attn.bias_k"] = np.ones(3, np.float32)
+    elif kind == "wrong shapes":
+        arrays[f"{layer}.fc1.weight"] = np.ones((25, 16), np.float32)
+        arrays[f"{layer}.fc2.bias"] = np.ones(15, np.float32)
     elif kind == "unknown architecture":
         c["arch"] = "fconv_wmt_en_de"
     elif kind == "untied projections":
-        found[f"{tail}.0.weight"] = np.ones((4, 16), np.float32)
-    elif kind == "adaptive softmax alone":
-        c, found = dict(LM, adaptive_softmax_cutoff="12,30"), weights(LM)
+        arrays[f"{tail}.0.weight"] = np.ones((4, 16), np.float32)
+    elif kind == "only an adaptive softmax":
+        c, arrays = dict(LM, adaptive_softmax_cutoff="12,30"), weights(LM)
     elif kind == "several features":
         c |= dict(scale_heads=True, add_bos_token=True, activation_fn="tanh", decoder_output_dim=8)
-    elif kind == "unlike halves":
+    elif kind == "encoder unlike decoder":
         c = dict(MT, encoder_ffn_embed_dim=48, encoder_normalize_before=True)
-        found = weights(c)
+        arrays = weights(c)
     elif kind == "a setting is missing":
         del c["decoder_attention_heads"]
-    return c, found
+    return c, arrays
 
 
 @pytest.mark.parametrize(
     ("kind", "messages"),
     [
         ("missing and unknown", ["1.fc1.weight is missing", "0.final_layer_norm.bias is missing", "bias_k is unknown"]),
-        ("misshapen", ["1.fc1.weight has shape (25, 16)", "1.fc2.bias has shape (15,)"]),
+        ("wrong shapes", ["1.fc1.weight has shape (25, 16)", "1.fc2.bias has shape (15,)"]),
         ("unknown architecture", ["unknown architecture 'fconv_wmt_en_de'", "transformer_lm*", "transformer_tiny"]),
-        ("untied projections", ["tie_adaptive_proj=False", "tail.0.0.weight is not"]),
-        ("adaptive softmax alone", ["adaptive_input=False beside adaptive_softmax_cutoff=12,30"]),
+        ("untied projections", ["tie_adaptive_proj=False", "tail.0.0.weight differs from"]),
+        ("only an adaptive softmax", ["adaptive_input=False and adaptive_softmax_cutoff=12,30"]),
         ("several features", ["scale_heads=True", "add_bos_token", "activation_fn='tanh'", "decoder_output_dim=8"]),
-        ("unlike halves", ["encoder_ffn_embed_dim=48 beside", "encoder_normalize_before", "only one of encoder"]),
+        ("encoder unlike decoder", ["encoder_ffn_embed_dim=48 and", "encoder_normalize_before", "only one of encoder"]),
         ("a setting is missing", ["has no 'decoder_attention_heads'"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_imported_gets_one_clear_error(tmp_path, kind, messages):
-    c, found = changed(kind)
-    write(tmp_path / "model.pt", {"args": namespace(**c), "model": found})
+    c, arrays = changed(kind)
+    write(tmp_path / "model.pt", {"args": namespace(**c), "model": arrays})
     with pytest.raises(InputError) as caught:
         fairseq.load_checkpoint(tmp_path / "model.pt")
     for message in messages:
         assert message in str(caught.value)
 
 
-def test_dictionaries_are_those_of_fairseq(tmp_path):
+def test_dictionaries_are_read_as_in_fairseq(tmp_path):
     path = tmp_path / "dict.txt"
     path.write_text("the 9\na 5\nthe 3 #fairseq:overwrite\n\u2028 2\nmadeupword0000 0\n", "utf-8")
     words = tokenizers.dictionary(path, 9)
@@ -242,11 +242,11 @@ def test_dictionaries_are_those_of_fairseq(tmp_path):
     with pytest.raises(InputError, match="vocabulary of another model"):
         tokenizers.dictionary(path, 10)
     path.write_text("the 9\na\nthe 3\n")
-    with pytest.raises(InputError, match=r"(?s)line 2 is 'a'.*line 3: 'the' is there already"):
+    with pytest.raises(InputError, match=r"(?s)line 2 is 'a'.*line 3: 'the' is a duplicate"):
         tokenizers.dictionary(path, 7)
 
 
-def test_a_language_model_by_command(tmp_path, call):
+def test_a_language_model_from_the_command_line(tmp_path, call):
     source = tmp_path / "wiki"
     source.mkdir()
     write(source / "checkpoint_best.pt", {"args": namespace(**ADAPTIVE), "model": weights(ADAPTIVE)})
@@ -270,10 +270,10 @@ def test_a_language_model_by_command(tmp_path, call):
     assert status == 2 and "vocabulary of another model" in printed and not (tmp_path / "again").exists()
     (source / "checkpoint_best.pt").rename(source / "checkpoint1.pt")
     status, printed = call("import", f"--source={source}", f"--output={tmp_path}/again")
-    assert status == 2 and "name one: checkpoint1.pt, checkpoint_last.pt" in printed
+    assert status == 2 and "choose one: checkpoint1.pt, checkpoint_last.pt" in printed
 
 
-def test_a_translation_model_by_command(tmp_path, call):
+def test_a_translation_model_from_the_command_line(tmp_path, call):
     source, c = tmp_path / "wmt", dict(MT, share_all_embeddings=True)
     source.mkdir()
     write(source / "model.pt", {"args": namespace(**c), "model": weights(c)}, legacy=True)

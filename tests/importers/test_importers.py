@@ -1,4 +1,4 @@
-"""Imported models compute what the library they come from computes, before and during generation; and convert."""
+"""Imported models equal the original library's, in logits and in generation; and they can be converted."""
 
 import importlib.util
 import json
@@ -23,28 +23,28 @@ from tests.importers.make_references import CASES, FOLDER, make
 
 
 def load(folder):
-    config, arrays, theirs = hugging_face.load_checkpoint(folder)
-    return with_arrays(abstract_model(config), jax.tree.map(jnp.asarray, arrays)), theirs
+    config, arrays, original = hugging_face.load_checkpoint(folder)
+    return with_arrays(abstract_model(config), jax.tree.map(jnp.asarray, arrays)), original
 
 
 def compare(folder):
-    """Logits of the whole, and greedy generation token by token."""
-    model, theirs = load(folder)
+    """Compares logits of a forward pass, and greedy generation token by token."""
+    model, original = load(folder)
     reference = dict(np.load(folder / "reference.npz"))
     logits, greedy = reference.pop("logits"), reference.pop("greedy").tolist()
     assert error(logits_of(model, reference), logits) < 1e-5
     ids = reference["input_ids"][:1]
     if model.config.encoder_layers:
-        generation, begun = prefill_translation(model, ids, 8, start=theirs["decoder_start_token_id"]), 1
+        generation, prompt_length = prefill_translation(model, ids, 8, start=original["decoder_start_token_id"]), 1
     else:
-        generation, begun = prefill(model, ids.tolist(), 8), ids.shape[1]
-    _, rows = generate_tokens(model, generation, 8, end=theirs["eos_token_id"])
-    expected = greedy[begun:]
-    assert rows[0] == (expected[: expected.index(2)] if 2 in expected else expected)
+        generation, prompt_length = prefill(model, ids.tolist(), 8), ids.shape[1]
+    _, sequences = generate_tokens(model, generation, 8, end=original["eos_token_id"])
+    expected = greedy[prompt_length:]
+    assert sequences[0] == (expected[: expected.index(2)] if 2 in expected else expected)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_imported_model_is_the_original(name):
+def test_an_imported_model_equals_the_original(name):
     compare(FOLDER / name)
 
 
@@ -53,14 +53,14 @@ def test_an_imported_model_is_the_original(name):
     reason="torch and transformers are not installed; the committed references are compared above",
 )
 @pytest.mark.parametrize("name", ["llama3", "gemma3", "gpt_neox", "marian"])
-def test_an_imported_model_is_the_original_live(name, tmp_path):
+def test_an_imported_model_equals_the_original_live(name, tmp_path):
     make(name, tmp_path, seed=1)
     compare(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "gemma3", "gpt2", "gpt_neox", "opt", "marian", "bart", "mbart"])
 def test_every_family_converts(name):
-    """And the converted model is one function, whole or in pieces; merging is refused where it cannot be."""
+    """The converted model gives the same outputs at once and in pieces; merging with rotary positions is refused."""
     model, _ = load(FOLDER / name)
     converted = swap(model, feature_map="t2r", features=4)
     ids = jnp.asarray(np.load(FOLDER / name / "reference.npz")["input_ids"], jnp.int32)
@@ -88,7 +88,7 @@ def folder(tmp_path):
     return shutil.copytree(FOLDER / "llama", tmp_path / "model")
 
 
-def test_weights_may_be_in_parts_and_of_other_types(folder):
+def test_weights_may_be_in_several_files_and_other_types(folder):
     import ml_dtypes
 
     arrays = load_file(folder / "model.safetensors")
@@ -96,14 +96,14 @@ def test_weights_may_be_in_parts_and_of_other_types(folder):
     halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for file, chosen in halves.items():
         save_file({name: arrays[name].astype(ml_dtypes.bfloat16) for name in chosen}, folder / file)
-    where = {name: file for file, chosen in halves.items() for name in chosen}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    weight_map = {name: file for file, chosen in halves.items() for name in chosen}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (folder / "model.safetensors").unlink()
     model, _ = load(folder)
     reference = np.load(folder / "reference.npz")
     assert error(logits_of(model, {"input_ids": reference["input_ids"]}), reference["logits"]) < 3e-2
     (folder / "b.safetensors").unlink()
-    with pytest.raises(InputError, match="lacks parts"):
+    with pytest.raises(InputError, match="lacks some of its weight files"):
         load(folder)
 
 
@@ -140,11 +140,11 @@ def damage(folder, kind):
     [
         ("cut short", ["damaged or cut short", "copy it again"]),
         ("no header", ["model.safetensors is damaged"]),
-        ("wrong type", ["model.norm.weight is of type I64"]),
+        ("wrong type", ["model.norm.weight has type I64"]),
         ("another vocabulary", ["embed_tokens.weight has shape (61, 16)", "lm_head.weight"]),
         ("missing and unknown", ["norm.weight is missing", "1.mlp.up_proj.weight is missing", "0.extra.weight is"]),
         ("unknown architecture", ["unknown model_type 'perceiver'", "llama"]),
-        ("relative positions", ["t5 cannot be expressed", "relative position biases"]),
+        ("relative positions", ["t5 is not supported", "relative position biases"]),
         ("unknown rotary", ["rope_type='longrope'"]),
         ("a field is missing", ["has no 'intermediate_size'"]),
         ("a pickle", ["pytorch_model.bin is a pickle, which may run code"]),
@@ -158,6 +158,6 @@ def test_damaged_directories_get_one_clear_error(folder, kind, messages):
         assert message in str(caught.value)
 
 
-def test_weights_are_mapped_not_read(folder):
+def test_weights_are_memory_mapped(folder):
     tensors = Tensors(folder)
     assert all(isinstance(tensors[name], np.memmap) for name in tensors)

@@ -1,6 +1,6 @@
-// hopper.cuh's functions for a CPU: each of a GPU's threads is a coroutine, which gives way wherever it has to wait.
-// It shows whether a kernel computes the right thing and comes to an end; nothing of when one thread sees what
-// another has written.
+// The functions of hopper.cuh for a CPU. Each GPU thread is a coroutine, which yields wherever it has to wait.
+// This tests whether a kernel computes the right result and terminates. It does not test memory ordering: every write
+// is visible to all threads at once.
 
 #include <ucontext.h>
 
@@ -28,20 +28,20 @@ inline float from_bits(u32 bits) { float x; std::memcpy(&x, &bits, 4); return x;
 
 struct Index { u32 x; };
 
-struct Meeting {  // of a known number of threads
-  int missing = 0;
-  long times = 0;
+struct ThreadBarrier {
+  int missing = 0;       // threads that have not arrived in this phase; 0: none has
+  long phases_ended = 0;
 };
 
 struct Warp {
-  Meeting meeting;
-  u32 given[2][32][6];  // of this exchange, and of the one before
+  ThreadBarrier barrier;
+  u32 values[2][32][6];  // that threads exchange: of this exchange, and of the one before
 };
 
 struct Block {
   std::unique_ptr<unsigned char[]> memory;
   unsigned char* shared;  // aligned
-  Meeting meeting;
+  ThreadBarrier barrier;
   std::vector<Warp> warps;
 };
 
@@ -54,40 +54,42 @@ struct Thread {
 };
 
 static std::vector<Block> blocks;
-static std::vector<Meeting> clusters;
+static std::vector<ThreadBarrier> clusters;
 static std::vector<Thread> threads;
 static Thread* current;
 static ucontext_t scheduler;
-static u64 progress = 0;
-static int threads_of_block, ranks_of_cluster;
+static u64 progress = 0;  // counts arrivals; if it does not grow, all threads wait for each other
+static int threads_per_block, ranks_per_cluster;
 
 #define blockIdx (current->block)
 #define threadIdx (current->thread)
 #define KERNEL(ranks, threads) void
 #define SHARED(Type, name) Type& name = *(Type*)blocks[blockIdx.x].shared
 
-inline void give_way() { swapcontext(&current->context, &scheduler); }
+inline void yield() { swapcontext(&current->context, &scheduler); }
 
-inline void meet(Meeting& meeting, int count) {
-  const long times = meeting.times;
+inline void synchronise(ThreadBarrier& barrier, int threads) {
+  const long phase = barrier.phases_ended;
   progress++;
-  if (!meeting.missing) meeting.missing = count;
-  if (!--meeting.missing) meeting.times++;
-  while (meeting.times == times) give_way();
+  if (!barrier.missing) barrier.missing = threads;
+  if (!--barrier.missing) barrier.phases_ended++;
+  while (barrier.phases_ended == phase) yield();
 }
 
-inline void __syncwarp() { meet(blocks[blockIdx.x].warps[threadIdx.x / 32].meeting, 32); }
-inline void __syncthreads() { meet(blocks[blockIdx.x].meeting, threads_of_block); }
-inline void meet_cluster() { meet(clusters[blockIdx.x / ranks_of_cluster], threads_of_block * ranks_of_cluster); }
+inline void __syncwarp() { synchronise(blocks[blockIdx.x].warps[threadIdx.x / 32].barrier, 32); }
+inline void __syncthreads() { synchronise(blocks[blockIdx.x].barrier, threads_per_block); }
+inline void sync_cluster() {
+  synchronise(clusters[blockIdx.x / ranks_per_cluster], threads_per_block * ranks_per_cluster);
+}
 
-// What all threads of a warp give each other.
+// Gives each thread of a warp the values of all 32 threads.
 template <int COUNT>
-u32 (*exchange(const u32 (&given)[COUNT]))[6] {
+u32 (*exchange(const u32 (&values)[COUNT]))[6] {
   Warp& warp = blocks[blockIdx.x].warps[threadIdx.x / 32];
-  auto& place = warp.given[current->exchanges++ % 2];
-  std::memcpy(place[threadIdx.x % 32], given, sizeof(given));
-  meet(warp.meeting, 32);
-  return place;
+  auto& exchanged = warp.values[current->exchanges++ % 2];
+  std::memcpy(exchanged[threadIdx.x % 32], values, sizeof(values));
+  synchronise(warp.barrier, 32);
+  return exchanged;
 }
 
 inline u32 __shfl_xor_sync(u32, u32 x, int lanes) { return exchange<1>({x})[(threadIdx.x ^ lanes) % 32][0]; }
@@ -97,102 +99,102 @@ inline float __shfl_xor_sync(u32 all, float x, int lanes) {
 
 inline float bfloat(u32 both, int which) { return from_bits(which ? both & 0xffff0000u : both << 16); }
 
-inline u32 rounded(float x) {
+inline u32 rounded(float x) {  // to the nearest bfloat16, ties to even
   const u32 bits = __float_as_uint(x);
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-inline u32 bfloats(float low, float high) { return rounded(high) << 16 | rounded(low); }
+inline u32 to_bfloats(float low, float high) { return rounded(high) << 16 | rounded(low); }
 
-inline void multiply(float (&sum)[4], uint4 texts, u32 low, u32 high) {
-  const auto given = exchange<6>({texts.x, texts.y, texts.z, texts.w, low, high});
+inline void multiply_add(float (&sum)[4], uint4 x, u32 low, u32 high) {
+  const auto operands = exchange<6>({x.x, x.y, x.z, x.w, low, high});
   const int lane = threadIdx.x % 32;
   for (int i = 0; i < 4; i++) {
-    const int text = lane / 4 + i / 2 * 8, row = lane % 4 * 2 + i % 2;
+    const int sequence = lane / 4 + i / 2 * 8, output = lane % 4 * 2 + i % 2;
     for (int k = 0; k < 16; k++) {
-      const u32* of_text = given[text % 8 * 4 + k % 8 / 2];
-      const u32* of_row = given[row * 4 + k % 8 / 2];
-      sum[i] += bfloat(of_text[text / 8 + k / 8 * 2], k % 2) * bfloat(of_row[4 + k / 8], k % 2);
+      const u32* activations = operands[sequence % 8 * 4 + k % 8 / 2];
+      const u32* weights = operands[output * 4 + k % 8 / 2];
+      sum[i] += bfloat(activations[sequence / 8 + k / 8 * 2], k % 2) * bfloat(weights[4 + k / 8], k % 2);
     }
   }
 }
 
-// A barrier: which phase it is in, whether someone still has to expect something, and bytes that have not come.
-struct Barrier {
-  int bytes : 30;
-  unsigned waits : 1, phase : 1;
+// A barrier that counts bytes (mbarrier).
+struct ByteBarrier {
+  int missing : 30;  // bytes that were expected and have not arrived; negative if they arrive before they are expected
+  unsigned not_expected : 1, phase : 1;  // no thread has said yet how many bytes this phase expects
   int unused;
 };
-static_assert(sizeof(Barrier) == sizeof(u64), "");
+static_assert(sizeof(ByteBarrier) == sizeof(u64), "");
 
-inline Barrier& barrier(const u64* arrived) { return *(Barrier*)arrived; }
+inline ByteBarrier& emulated(const u64* barrier) { return *(ByteBarrier*)barrier; }
 
-inline void come(Barrier& barrier, int bytes) {
+inline void arrive(ByteBarrier& barrier, int bytes) {
   progress++;
-  barrier.bytes -= bytes;
-  if (!barrier.waits && !barrier.bytes) {
+  barrier.missing -= bytes;
+  if (!barrier.not_expected && !barrier.missing) {
     barrier.phase ^= 1;
-    barrier.waits = 1;
+    barrier.not_expected = 1;
   }
 }
 
-inline void begin(u64* arrived) { barrier(arrived) = {0, 1, 0, 0}; }
-inline void all_have_begun() {}
+inline void init_barrier(u64* barrier) { emulated(barrier) = {0, 1, 0, 0}; }
+inline void fence_barrier_init() {}
 
-inline void expect(u64* arrived, u32 bytes) {
-  if (!barrier(arrived).waits) {
-    std::fprintf(stderr, "block %u, thread %u expects twice\n", blockIdx.x, threadIdx.x);
+inline void expect_bytes(u64* barrier, u32 bytes) {
+  if (!emulated(barrier).not_expected) {
+    std::fprintf(stderr, "block %u, thread %u: expect_bytes twice in a phase\n", blockIdx.x, threadIdx.x);
     std::exit(1);
   }
-  barrier(arrived).waits = 0;
-  come(barrier(arrived), -(int)bytes);
+  emulated(barrier).not_expected = 0;
+  arrive(emulated(barrier), -(int)bytes);
 }
 
-inline void wait_for_sent(u64* arrived, u32 parity) {
-  while (barrier(arrived).phase == parity) give_way();
+inline void wait_for_sends(u64* barrier, u32 parity) {
+  while (emulated(barrier).phase == parity) yield();
   progress++;
 }
-inline void wait_for_fetched(u64* arrived, u32 parity) { wait_for_sent(arrived, parity); }
+inline void wait_for_loads(u64* barrier, u32 parity) { wait_for_sends(barrier, parity); }
 
-template <typename Place>
-Place* at(Place* here, int rank) {
-  const int there = blockIdx.x / ranks_of_cluster * ranks_of_cluster + rank;
-  return (Place*)(blocks[there].shared + ((unsigned char*)here - blocks[blockIdx.x].shared));
+template <typename Type>
+Type* address_at_rank(Type* pointer, int rank) {
+  const int block = blockIdx.x / ranks_per_cluster * ranks_per_cluster + rank;
+  return (Type*)(blocks[block].shared + ((unsigned char*)pointer - blocks[blockIdx.x].shared));
 }
 
-inline void send(const void* place, int rank, const void* from, u32 bytes, const u64* arrived) {
-  std::memcpy((void*)at(place, rank), from, bytes);
-  come(barrier(at(arrived, rank)), bytes);
+inline void send(const void* to, int rank, const void* from, u32 bytes, const u64* barrier) {
+  std::memcpy((void*)address_at_rank(to, rank), from, bytes);
+  arrive(emulated(address_at_rank(barrier, rank)), bytes);
 }
-inline void send(const void* place, int rank, float4 x, const u64* arrived) { send(place, rank, &x, 16, arrived); }
-inline void send(const void* place, int rank, uint2 x, const u64* arrived) { send(place, rank, &x, 8, arrived); }
-inline void send(const void* place, int rank, uint4 x, const u64* arrived) { send(place, rank, &x, 16, arrived); }
+inline void send(const void* to, int rank, float4 x, const u64* barrier) { send(to, rank, &x, 16, barrier); }
+inline void send(const void* to, int rank, uint2 x, const u64* barrier) { send(to, rank, &x, 8, barrier); }
+inline void send(const void* to, int rank, uint4 x, const u64* barrier) { send(to, rank, &x, 16, barrier); }
 
-inline void fetch(void* place, const void* from, u32 bytes, u64* arrived) {
-  std::memcpy(place, from, bytes);
-  come(barrier(arrived), bytes);
+inline void load_async(void* to, const void* from, u32 bytes, u64* barrier) {
+  std::memcpy(to, from, bytes);
+  arrive(emulated(barrier), bytes);
 }
 
-inline void is_written() {}
-inline void store(void* to, const void* from, u32 bytes) { std::memcpy(to, from, bytes); }
-inline void all_is_asked_for() {}
+inline void fence_before_store() {}
+inline void store_async(void* to, const void* from, u32 bytes) { std::memcpy(to, from, bytes); }
+inline void commit_stores() {}
 inline void wait_until_read() {}
 inline void wait_until_stored() {}
 
-inline float4 read(const float* from) { return *(const float4*)from; }
+inline float4 load_global(const float* from) { return *(const float4*)from; }
 
-inline void add_to(float* place, float4 x) {
-  place[0] += x.x, place[1] += x.y, place[2] += x.z, place[3] += x.w;
+inline void atomic_add(float* to, float4 x) {
+  to[0] += x.x, to[1] += x.y, to[2] += x.z, to[3] += x.w;
 }
 
-inline void count(u32* counter) { ++*counter, ++progress; }
+inline void increment(u32* counter) { ++*counter, ++progress; }
 
-inline void wait_for_count(const u32* counter, u32 enough) {
-  while (*counter < enough) give_way();
+inline void wait_for_count(const u32* counter, u32 target) {
+  while (*counter < target) yield();
   progress++;
 }
 
-// Runs a kernel to its end; false if it never comes to one.
+// Runs a kernel to its end; false if it never ends, because all threads wait for each other.
 
 static void (*kernel)(void**);
 static void** arguments;
@@ -201,29 +203,29 @@ inline void run_thread() {
   kernel(arguments);
   current->ended = true;
   progress++;
-  give_way();
+  yield();
 }
 
-inline bool run(void (*given)(void**), void** with, int count, int ranks, int each, int memory) {
-  kernel = given, arguments = with, threads_of_block = each, ranks_of_cluster = ranks;
+inline bool run(void (*function)(void**), void** pointers, int count, int ranks, int block_threads, int memory) {
+  kernel = function, arguments = pointers, threads_per_block = block_threads, ranks_per_cluster = ranks;
   blocks.clear(), threads.clear();
   clusters.assign(count / ranks, {});
   blocks.resize(count);
-  threads.resize(count * each);
+  threads.resize(count * block_threads);
   for (Block& block : blocks) {
     block.memory.reset(new unsigned char[memory + 128]);
-    std::memset(block.memory.get(), 0x7f, memory + 128);  // not zero: nobody may count on that
+    std::memset(block.memory.get(), 0x7f, memory + 128);  // a GPU does not zero it either
     block.shared = (unsigned char*)(((size_t)block.memory.get() + 127) / 128 * 128);
-    block.warps.resize(each / 32);
+    block.warps.resize(block_threads / 32);
   }
-  const int stack = 32768;
+  const int stack_bytes = 32768;
   for (size_t i = 0; i < threads.size(); i++) {
     Thread& thread = threads[i];
-    thread.stack.reset(new char[stack]);
-    thread.block.x = i / each, thread.thread.x = i % each;
+    thread.stack.reset(new char[stack_bytes]);
+    thread.block.x = i / block_threads, thread.thread.x = i % block_threads;
     getcontext(&thread.context);
     thread.context.uc_stack.ss_sp = thread.stack.get();
-    thread.context.uc_stack.ss_size = stack;
+    thread.context.uc_stack.ss_size = stack_bytes;
     thread.context.uc_link = nullptr;
     makecontext(&thread.context, run_thread, 0);
   }
@@ -236,7 +238,7 @@ inline bool run(void (*given)(void**), void** with, int count, int ranks, int ea
       swapcontext(&scheduler, &thread.context);
       left += !thread.ended;
     }
-    if (left && progress == before) return false;  // all wait for each other
+    if (left && progress == before) return false;
   }
   return true;
 }

@@ -1,4 +1,4 @@
-"""A layer is run or skipped, with a derivative of its own, as by JAX's condition."""
+"""`run_or_skip`, which has a derivative of its own, against `jax.lax.cond`."""
 
 import jax
 import jax.numpy as jnp
@@ -15,27 +15,27 @@ from t2r.model import transformer
 from t2r.model.loss import total_loss
 from t2r.training.sharding import make_mesh
 
-LOOP = dict(scan_layers=True)
+SCAN = dict(scan_layers=True)
 MODELS = {
     "softmax": (micro, {}, None),
     "t2r": (micro, {}, "t2r"),
-    "rfa as one loop": (micro, LOOP, "rfa"),
-    "t2r as one loop, recomputed": (micro, LOOP | dict(remat=True), "t2r"),
+    "rfa, scan": (micro, SCAN, "rfa"),
+    "t2r, scan and remat": (micro, SCAN | dict(remat=True), "t2r"),
     "translation": (micro_mt, {}, "t2r"),
-    "translation by a transformer": (micro_mt, {}, None),
+    "softmax translation": (micro_mt, {}, None),
 }
 
 
-def condition(layer, keep, x, others):
+def plain_condition(layer, keep, x, others):
     return jax.lax.cond(keep, layer, lambda x, _: x, x, others)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in ("t2r", "translation") else ()) for name in MODELS]
 )
-def test_it_is_a_condition_and_its_derivative_too(name, monkeypatch):
+def test_it_equals_a_condition_in_value_and_gradient(name, monkeypatch):
     make, fields, feature_map = MODELS[name]
-    # Memory that is not written to is not zero, and must not be read.
+    # Uninitialised memory is filled with NaN, so that the test fails if it is read.
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: (jnp.zeros(shape) + jnp.nan).astype(dtype))
     model = make_model(make(layers=2, layer_dropout=0.5, dropout=0.1, **fields))
     graph, arrays = nnx.split(swap(model, feature_map=feature_map) if feature_map else model)
@@ -45,15 +45,15 @@ def test_it_is_a_condition_and_its_derivative_too(name, monkeypatch):
         return total_loss(nnx.merge(graph, arrays), batch, key=key)[0]
 
     keys, results = [jax.random.key(seed) for seed in range(3)], []
-    for run_or_skip in (transformer.run_or_skip, condition):
+    for run_or_skip in (transformer.run_or_skip, plain_condition):
         monkeypatch.setattr(transformer, "run_or_skip", run_or_skip)
-        step = jax.jit(jax.value_and_grad(lambda *given: loss(*given)))  # a function that was not traced before
+        step = jax.jit(jax.value_and_grad(lambda *args: loss(*args)))  # a new function, so that it is traced again
         results.append([step(arrays, key) for key in keys])
     assert error(*results) < 1e-5
 
 
-def test_inputs_are_not_copied_to_be_kept():
-    """The layer's input, as large as what it computes, is one of two things that its derivative needs."""
+def test_residuals_that_are_inputs_are_not_copied():
+    """Of this layer's residuals, x is an input; the condition returns only those that it computes."""
 
     def layer(x, weight):
         return x * jnp.sin(weight)
@@ -63,21 +63,21 @@ def test_inputs_are_not_copied_to_be_kept():
 
     equations = jax.make_jaxpr(gradient)(True, jnp.ones(5), jnp.float32(2)).jaxpr.eqns
     conditions = [equation for equation in equations if equation.primitive.name == "cond"]
-    assert [len(condition.outvars) for condition in conditions] == [
-        3,
-        2,
-    ]  # x, two of the weight; both gradients
+    # Forward: the output, and two residuals computed from the weight. Backward: both gradients.
+    assert [len(condition.outvars) for condition in conditions] == [3, 2]
 
 
-def test_room_that_is_divided_among_devices_is_zeroed():
-    """The compiler would give all of it to each device."""
+def test_sharded_arrays_are_zeroed_instead_of_uninitialised():
+    """For an uninitialised one, the compiler would allocate the whole array on each device."""
 
-    def makes_empty():
+    def is_empty():
         return "empty" in str(jax.make_jaxpr(lambda: uninitialized((8, 4), jnp.float32))())
 
-    assert makes_empty()
+    assert is_empty()
     mesh = make_mesh(ConfigDict({"data": 8}))
     with jax.set_mesh(mesh):
-        assert not makes_empty()
-        own = jax.shard_map(lambda x: x + uninitialized((1, 4), jnp.float32), in_specs=P("data"), out_specs=P("data"))
-        assert "empty" in str(jax.make_jaxpr(own)(jnp.zeros((8, 4))))
+        assert not is_empty()
+        per_device = jax.shard_map(
+            lambda x: x + uninitialized((1, 4), jnp.float32), in_specs=P("data"), out_specs=P("data")
+        )
+        assert "empty" in str(jax.make_jaxpr(per_device)(jnp.zeros((8, 4))))

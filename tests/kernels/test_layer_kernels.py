@@ -12,7 +12,7 @@ from t2r.decode.generate import fork, generate_tokens, packed_weights, prefill, 
 from t2r.decode.sampling import Sampling
 from t2r.kernels.decoding import fused_model as fused
 from t2r.kernels.decoding import layer_kernels, one_kernel, support, tiles
-from t2r.kernels.decoding.prefetch import share
+from t2r.kernels.decoding.prefetch import lines_of_program
 from t2r.model.config import AttentionSpec
 from t2r.model.loss import source_states
 from t2r.model.parameters import abstract_model
@@ -24,31 +24,31 @@ KINDS = {"t2r": (MERGED,), "softmax": (SOFTMAX,), "both": (MERGED, SOFTMAX)}
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Matrices so small that they are one warp's, but a feed-forward's inputs are several parts."""
+def small_sizes(monkeypatch):
+    """Sizes with which a micro model's matrices are one warp's, and the inputs of a feed-forward several parts."""
     monkeypatch.setattr(support, "WARPS", 1)
-    monkeypatch.setattr(support, "COLUMNS", 32)
-    monkeypatch.setattr(support, "PROGRAMS", 4)
+    monkeypatch.setattr(support, "INPUTS_PER_PART", 32)
+    monkeypatch.setattr(support, "LEAST_PROGRAMS", 4)
 
 
 @pytest.mark.parametrize(
-    "kind, texts, placement", [("t2r", 3, "before"), ("softmax", 3, "after"), ("both", 17, "before")]
+    "kind, batch, placement", [("t2r", 3, "before"), ("softmax", 3, "after"), ("both", 17, "before")]
 )
-def test_it_is_the_models_step(kind, texts, placement):
-    """For batches that do not fill the blocks, one text of which has ended."""
-    fields = dict(final_norm=texts == 3, adaptive_cutoffs=(), norm_placement=placement)
+def test_the_kernels_equal_the_models_step(kind, batch, placement):
+    """For batches that do not fill their groups of sequences, one sequence of which has ended."""
+    fields = dict(final_norm=batch == 3, adaptive_cutoffs=(), norm_placement=placement)
     model = make_model(micro(attention=KINDS[kind], projection_bias=False, **fields))
-    tokens, going = random_tokens(texts, 5), jnp.arange(texts)[:, None] != 1
-    _, state = model(tokens, state=model.init_state(texts, 8))
+    tokens, active = random_tokens(batch, 5), jnp.arange(batch)[:, None] != 1
+    _, state = model(tokens, state=model.init_state(batch, 8))
     fast = fused.FusedModel(model, fused.pack_model(model), interpret=True)
 
     @jax.jit
     def both(state):
-        return [one(tokens[:, :1], state=state, mask=going) for one in (model, fast)]
+        return [form(tokens[:, :1], state=state, mask=active) for form in (model, fast)]
 
     plain, kernels = both(state)
-    alive = np.flatnonzero(going)  # what comes of a text that has ended is nobody's concern, but its state is
-    assert error(kernels[0][alive], plain[0][alive]) < 1e-5
+    indices = np.flatnonzero(active)  # the output of a sequence that has ended is not used, but its state is
+    assert error(kernels[0][indices], plain[0][indices]) < 1e-5
     assert error(kernels[1], plain[1]) < 1e-5
     hidden = plain[0][:, 0]
     assert fast.greedy_token(hidden).tolist() == model.greedy_token(hidden).tolist()
@@ -64,71 +64,71 @@ TRANSLATION = {
 
 
 @pytest.mark.parametrize("kind", ["t2r", pytest.param("softmax", marks=pytest.mark.slow), "both, norms before"])
-def test_it_is_the_step_of_translation_too(kind):
+def test_the_kernels_equal_the_step_of_translation(kind):
     """Two translations of each source, one of which has ended."""
     model = make_model(micro_mt(**TRANSLATION[kind]))
     assert support.suits(model)
-    sources, texts = random_tokens(2, 6, 3, vocab=50).at[1, 4:].set(PADDING), 4
-    tokens, going = random_tokens(texts, 5, vocab=50), jnp.arange(texts)[:, None] != 1
+    sources, batch = random_tokens(2, 6, 3, vocab=50).at[1, 4:].set(PADDING), 4
+    tokens, active = random_tokens(batch, 5, vocab=50), jnp.arange(batch)[:, None] != 1
     fast = fused.FusedModel(model, fused.pack_model(model), interpret=True)
 
     @jax.jit
     def both():
-        _, state = model(tokens, state=model.init_state(texts, 8, source_states(model, sources)))
-        return [one(tokens[:, :1], state=state, mask=going) for one in (model, fast)]
+        _, state = model(tokens, state=model.init_state(batch, 8, source_states(model, sources)))
+        return [form(tokens[:, :1], state=state, mask=active) for form in (model, fast)]
 
     plain, kernels = both()
-    alive = np.flatnonzero(going)
-    assert error(kernels[0][alive], plain[0][alive]) < 1e-5
+    indices = np.flatnonzero(active)
+    assert error(kernels[0][indices], plain[0][indices]) < 1e-5
     assert error(kernels[1], plain[1]) < 1e-5
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="the kernels themselves run on GPUs only")
 @pytest.mark.parametrize("kind", [*KINDS, "one kernel", "translation"])
-def test_it_is_the_models_step_on_a_gpu(kind, monkeypatch):
-    """Eight steps of the paper's width, for a batch that does not fill the blocks."""
+def test_the_kernels_equal_the_models_step_on_a_gpu(kind, monkeypatch):
+    """Eight steps at the paper's width, for a batch that does not fill its group of sequences."""
     monkeypatch.undo()
     make, fields, _ = SHAPES["translation" if kind == "translation" else "language model"]
     chosen = (AttentionSpec("merged", "t2r", 32),) if kind == "one kernel" else KINDS.get(kind, ())
     kinds = {} if kind == "translation" else dict(attention=chosen * (4 // len(chosen)), layers=4)
     model = make_model(make(**{**fields, **kinds}, vocab_size=4096, kernels="on"))
-    matrices = packed_weights(model, 13)
-    assert matrices is not None and isinstance(matrices.layers, one_kernel.PackedLayers) == (kind == "one kernel")
+    packed = packed_weights(model, 13)
+    assert packed is not None and isinstance(packed.layers, one_kernel.PackedLayers) == (kind == "one kernel")
     graph, arrays = nnx.split(model)
     if kind == "translation":
         first = prefill_translation(model, np.arange(13 * 6).reshape(13, 6), 8, start=0)
     else:
-        first = prefill(model, [[text + 1, 2, 3] for text in range(13)], 8)
-    (plain, words), (fast, others) = (
-        scan_steps(graph, arrays, fork(first, 1), 8, Sampling(), -1, given) for given in (None, matrices)
+        first = prefill(model, [[sequence + 1, 2, 3] for sequence in range(13)], 8)
+    (plain, plain_tokens), (fast, fast_tokens) = (
+        scan_steps(graph, arrays, fork(first, 1), 8, Sampling(), -1, weights) for weights in (None, packed)
     )
-    same = (words == others).all(0)  # a word that was nearly chosen leads to another text
+    same = (plain_tokens == fast_tokens).all(0)  # where two tokens are nearly equally likely, sequences may diverge
     assert same.mean() > 0.6
-    for one, other in zip(plain.state.layers, fast.state.layers):
-        assert error(*(jax.tree.map(lambda x: x[same] if x.ndim else x, layer) for layer in (other, one))) < 0.02
+    for layers in zip(fast.state.layers, plain.state.layers):
+        assert error(*(jax.tree.map(lambda x: x[same] if x.ndim else x, layer) for layer in layers)) < 0.02
 
 
-def test_generation_goes_by_the_kernels_where_they_are_available(monkeypatch):
-    """In float32, interpreted: the same texts, in segments, greedily and by chance."""
+def test_generation_uses_the_kernels_where_they_are_available(monkeypatch):
+    """In float32, interpreted: the same tokens, in segments, greedily and sampled."""
     model = make_model(micro(attention=KINDS["both"], adaptive_cutoffs=()))
     assert packed_weights(model, 3) is None  # not on a CPU
     begin = lambda: prefill(model, [[1, 2, 3], [4], [5, 6]], 6, seed=1)  # noqa: E731
-    how = [dict(end=-1, segment=4), dict(end=7, segment=4, sampling=Sampling(0.8))]
-    plain = [generate_tokens(model, begin(), 6, **one)[1] for one in how]
-    monkeypatch.setattr(support, "available", lambda model, texts: True)
+    options = [dict(end=-1, segment=4), dict(end=7, segment=4, sampling=Sampling(0.8))]
+    plain = [generate_tokens(model, begin(), 6, **kwargs)[1] for kwargs in options]
+    monkeypatch.setattr(support, "available", lambda model, batch: True)
     monkeypatch.setattr(fused.FusedModel.__init__, "__kwdefaults__", {"interpret": True})
     calls = []
     monkeypatch.setattr(fused, "linear_step", lambda *args, **kw: calls.append(1) or linear_step(*args, **kw))
-    assert [generate_tokens(model, begin(), 6, **one)[1] for one in how] == plain
+    assert [generate_tokens(model, begin(), 6, **kwargs)[1] for kwargs in options] == plain
     assert calls
     monkeypatch.setattr(generate, "available_memory", lambda: 1000)
-    assert packed_weights(model, 3) is None  # no room for a second copy
+    assert packed_weights(model, 3) is None  # not enough memory for a second copy of the weights
 
 
 linear_step = layer_kernels.linear_step
 
 
-def test_it_is_for_plain_layers_alone():
+def test_only_plain_layers_are_supported():
     assert all(support.suits(abstract_model(micro(attention=kinds))) for kinds in KINDS.values())
     for fields in (
         dict(gated=True), dict(norm_placement="both"), dict(norm="rms"), dict(activation="gelu"),
@@ -138,45 +138,45 @@ def test_it_is_for_plain_layers_alone():
         assert not support.suits(abstract_model(micro(**{"attention": (MERGED,), **fields}))), fields
 
 
-def test_of_words_equally_likely_the_first_is_chosen():
-    words = jnp.zeros((96, 32)).at[jnp.array([7, 40, 90])].set(1.0)  # in several tiles
-    packed = tiles.pack(tiles.Matrix(words, jnp.zeros(96).at[:4].set(-jnp.inf)), jnp.float32)
+def test_of_equally_likely_tokens_the_first_is_chosen():
+    table = jnp.zeros((96, 32)).at[jnp.array([7, 40, 90])].set(1.0)  # in several tiles
+    packed = tiles.pack(tiles.Matrix(table, jnp.zeros(96).at[:4].set(-jnp.inf)), jnp.float32)
     x = jnp.array([[1.0], [-1.0]]) * jnp.ones((2, 32))
-    assert layer_kernels.greedy_token(tiles.factors(x), packed, interpret=True)[:2].tolist() == [7, 4]
+    assert layer_kernels.greedy_token(tiles.pack_activations(x), packed, interpret=True)[:2].tolist() == [7, 4]
 
 
-def test_factors_stand_where_their_index_says():
+def test_packed_activations_unpack_and_match_their_indices():
     x = jax.random.normal(jax.random.key(0), (17, 64))
-    factors = tiles.factors(x)
-    assert jnp.array_equal(tiles.texts(factors)[:17], x)
-    assert jnp.array_equal(factors[0][tiles.indices(jnp.arange(64), 64)], x[:16])
+    packed = tiles.pack_activations(x)
+    assert jnp.array_equal(tiles.unpack_activations(packed)[:17], x)
+    assert jnp.array_equal(packed[0][tiles.packed_indices(jnp.arange(64), 64)], x[:16])
 
 
 def test_products_of_the_papers_size(monkeypatch):
-    """Eight warps, and four parts of 1,024 columns each."""
+    """Eight warps, and four parts of 1,024 inputs each."""
     monkeypatch.undo()
-    x, rows = (jax.random.normal(jax.random.key(seed), (size, 4096)) for seed, size in ((0, 16), (1, 2048)))
-    packed = tiles.pack(tiles.Matrix(rows, jnp.arange(2048.0)), jnp.float32)
+    x, weights = (jax.random.normal(jax.random.key(seed), (size, 4096)) for seed, size in ((0, 16), (1, 2048)))
+    packed = tiles.pack(tiles.Matrix(weights, jnp.arange(2048.0)), jnp.float32)
     assert packed.tiles.shape == (128, 4, 16 * 1024)
-    tile = tiles.Tile(list(packed.tiles[3]), packed.sums[48:64], packed.bias[48:64], 48)
-    found = tiles.product(list(tiles.factors(x).reshape(4, -1)), tile)
-    assert error(found, x @ rows[48:64].T) < 1e-5 and tile.rows.tolist() == tile.bias.tolist()
+    tile = tiles.Tile(list(packed.tiles[3]), packed.weight_sums[48:64], packed.bias[48:64], 48)
+    product = tiles.product(list(tiles.pack_activations(x).reshape(4, -1)), tile)
+    assert error(product, x @ weights[48:64].T) < 1e-5 and tile.outputs.tolist() == tile.bias.tolist()
 
 
-def test_a_matrix_comes_back_from_its_tiles():
-    rows = jax.random.normal(jax.random.key(0), (48, 64))
-    packed = tiles.pack(tiles.Matrix(rows, jnp.zeros(48)), jnp.float32)
-    assert packed.tiles.shape == (3, 2, 16 * 32) and packed.columns == 32
-    parts = [[tiles.of_rows(part, 16)[0] for part in tile] for tile in packed.tiles]
-    assert jnp.array_equal(jnp.block(parts), rows)
+def test_packed_weights_unpack_to_the_matrix():
+    weights = jax.random.normal(jax.random.key(0), (48, 64))
+    packed = tiles.pack(tiles.Matrix(weights, jnp.zeros(48)), jnp.float32)
+    assert packed.tiles.shape == (3, 2, 16 * 32) and packed.inputs_per_part == 32
+    parts = [[tiles.unpack_weights(part, 16)[0] for part in tile] for tile in packed.tiles]
+    assert jnp.array_equal(jnp.block(parts), weights)
 
 
 @pytest.mark.parametrize("lines, programs", [(16384, 128), (24576, 96), (65536, 128), (1000, 7), (3, 128)])
-def test_all_that_comes_next_is_asked_for(lines, programs):
-    asked = np.concatenate(
-        [np.asarray(block) for program in range(programs) for block in share(lines, program, programs)]
+def test_programs_together_prefetch_every_cache_line(lines, programs):
+    prefetched = np.concatenate(
+        [np.asarray(block) for program in range(programs) for block in lines_of_program(lines, program, programs)]
     )
-    assert set(asked.tolist()) == set(range(lines))
+    assert set(prefetched.tolist()) == set(range(lines))
 
 
 PAPER = dict(width=1024, feedforward=4096, dtype="bfloat16")
@@ -194,11 +194,11 @@ SHAPES = {
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_the_papers_models_lower_for_gpus(kind, monkeypatch):
-    """Five kernels for each layer, three more that see a source, and two for the words, in bfloat16."""
+    """Five kernels for each layer, three more where it attends to a source, and two for the vocabulary, in bfloat16."""
     monkeypatch.undo()
     make, fields, kernels = SHAPES[kind]
     graph, arrays = nnx.split(abstract_model(make(**fields)))
-    tokens, going = jnp.zeros((16, 1), jnp.int32), jnp.ones((16, 1), bool)
+    tokens, mask = jnp.zeros((16, 1), jnp.int32), jnp.ones((16, 1), bool)
 
     def begin(arrays):
         model = nnx.merge(graph, arrays)
@@ -209,7 +209,7 @@ def test_the_papers_models_lower_for_gpus(kind, monkeypatch):
     def step(arrays, state):
         model = nnx.merge(graph, arrays)
         fast = fused.FusedModel(model, fused.pack_model(model))
-        hidden, state = fast(tokens, state=state, mask=going)
+        hidden, state = fast(tokens, state=state, mask=mask)
         return fast.greedy_token(hidden[:, 0]), state
 
     with imagined_gpu():

@@ -1,4 +1,4 @@
-"""The kernel of all layers, run by a CPU that imitates a GPU's threads, against the model's own step."""
+"""The kernel of all layers, run on a CPU that emulates a GPU's threads, against the model's own step."""
 
 import ctypes
 import shutil
@@ -19,55 +19,62 @@ from t2r.model.transformer import embed
 from tests.conftest import error, make_model, micro, random_tokens
 
 MERGED = AttentionSpec("merged", "t2r", 32)
-LIKE_THE_PAPERS = dict(
+PAPER_LIKE = dict(
     width=1024, heads=2, head_dim=128, feedforward=800, layers=2, attention=(MERGED,), adaptive_cutoffs=()
 )
 needs_nvrtc = pytest.mark.skipif(cuda.nvrtc() is None, reason="needs NVRTC (nvidia-cuda-nvrtc)")
-FEEDERS = 3  # clusters, of 288 units each, 64 of which are nobody's
+CLUSTERS = 3  # of 288 feed-forward units each; 64 of the last are padding
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_it_is_the_models_step(tmp_path):
-    """For a batch that does not fill the blocks, one text of which has ended; one cluster has no head."""
-    texts = 13
-    model = make_model(micro(**LIKE_THE_PAPERS, final_norm=False))
-    tokens, going = random_tokens(texts, 3), jnp.arange(texts) != 1
-    _, state = model(tokens, state=model.init_state(texts, 8))
-    hidden, after = model(tokens[:, :1], state=state, mask=going[:, None])
-    x = embed(model, model.embedding, tokens[:, :1], state.position[:, None] + going[:, None] - 1)[:, 0]
-    blocks = one_kernel.pack([fused.layer_of(block)[:4] for block in model.blocks], 2, 32, FEEDERS)
+def test_the_kernel_equals_the_models_step(tmp_path):
+    """For a batch of fewer than 16 sequences, one of which has ended; one cluster has no head."""
+    batch = 13
+    model = make_model(micro(**PAPER_LIKE, final_norm=False))
+    tokens, active = random_tokens(batch, 3), jnp.arange(batch) != 1
+    _, state = model(tokens, state=model.init_state(batch, 8))
+    hidden, expected = model(tokens[:, :1], state=state, mask=active[:, None])
+    x = embed(model, model.embedding, tokens[:, :1], state.position[:, None] + active[:, None] - 1)[:, 0]
+    layers = one_kernel.pack([fused.layer_matrices(block)[:4] for block in model.blocks], 2, 32, CLUSTERS)
 
-    defined = one_kernel.definitions(model.config, 32, texts, model.blocks[0].attention.normalizer, FEEDERS)
-    found, states = emulate(tmp_path, defined, x, blocks, state.layers, going)
-    alive = np.flatnonzero(going)
-    assert error(found[alive] - x[alive], hidden[alive, 0] - x[alive]) < 0.01  # its matrices are in bfloat16
-    for one, other in zip(states, after.layers):
-        assert error((one.S, one.z), (other.S, other.z)) < 0.01
-        assert error((one.S[1], one.z[1]), (other.S[1], other.z[1])) == 0
+    macros = one_kernel.definitions(model.config, 32, batch, model.blocks[0].attention.normalizer, CLUSTERS)
+    out, states = emulate(tmp_path, macros, x, layers, state.layers, active)
+    indices = np.flatnonzero(active)
+    assert (
+        error(out[indices] - x[indices], hidden[indices, 0] - x[indices]) < 0.01
+    )  # the kernel's matrices are in bfloat16
+    for state, expected_state in zip(states, expected.layers):
+        assert error((state.S, state.z), (expected_state.S, expected_state.z)) < 0.01
+        assert error((state.S[1], state.z[1]), (expected_state.S[1], expected_state.z[1])) == 0
 
 
-def emulate(folder, defined, x, blocks, states, keep):
-    types = [pointer.rsplit(" ", 1)[0] for pointer in defined["POINTERS"].split(", ")]
-    passed = ", ".join(f"({kind}) all[{place}]" for place, kind in enumerate(types))
-    grid = defined["FEEDERS"] * one_kernel.RANKS
+def emulate(folder, macros, x, layers, states, keep):
+    """Compiles the kernel with emulated_gpu.hpp for the CPU and runs it."""
+    types = [parameter.rsplit(" ", 1)[0] for parameter in macros["PARAMETERS"].split(", ")]
+    casts = ", ".join(f"({kind}) pointers[{index}]" for index, kind in enumerate(types))
+    blocks = macros["CLUSTERS"] * one_kernel.RANKS
     program = [f'#include "{Path(__file__).with_name("emulated_gpu.hpp")}"']
-    program += [f"#define {name} {value}" for name, value in defined.items()] + [one_kernel.source("one_kernel.cu")]
-    program += [f"void call(void** all) {{ decode_step({passed}); }}"]
-    program += [f'extern "C" bool go(void** all) {{ return run(call, all, {grid}, RANKS, THREADS, MEMORY); }}']
+    program += [f"#define {name} {value}" for name, value in macros.items()] + [one_kernel.source("one_kernel.cu")]
+    program += [f"void call(void** pointers) {{ decode_step({casts}); }}"]
+    program += [
+        f'extern "C" bool launch(void** pointers) {{ '
+        f"return run(call, pointers, {blocks}, RANKS, THREADS, SHARED_MEMORY); }}"
+    ]
     (folder / "program.cpp").write_text("\n".join(program))
     command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", "-w", "-o", "program.so", "program.cpp"]
     subprocess.run(command, check=True, cwd=folder)
-    given, changed = ([np.array(array) for array in arrays] for arrays in one_kernel.arguments(x, blocks, states, keep))
-    pointers = [array.ctypes.data for array in (*given, *changed, *changed)]
-    go = ctypes.CDLL(str(folder / "program.so")).go
-    go.restype = ctypes.c_bool
-    assert go((ctypes.c_void_p * len(pointers))(*pointers)), "all threads wait for each other"
-    return one_kernel.results(changed, x.shape, states)
+    arguments = one_kernel.arguments(x, layers, states, keep)
+    inputs, updated = ([np.array(array) for array in arrays] for arrays in arguments)
+    pointers = [array.ctypes.data for array in (*inputs, *updated, *updated)]
+    launch = ctypes.CDLL(str(folder / "program.so")).launch
+    launch.restype = ctypes.c_bool
+    assert launch((ctypes.c_void_p * len(pointers))(*pointers)), "deadlock: all threads wait for each other"
+    return one_kernel.results(updated, x.shape, states)
 
 
 @needs_nvrtc
 def test_the_papers_model_lowers_for_gpus():
-    """Compiled from CUDA; what it changes is changed in place."""
+    """It is compiled from CUDA, and its work space and states are updated in place."""
     config = preset("paper_lm", vocab_size=32_768, adaptive_cutoffs=(), layers=2, attention=(MERGED,))
     graph, arrays = nnx.split(abstract_model(config))
     assert support.suits(nnx.merge(graph, arrays)) and support.suits_one_kernel(nnx.merge(graph, arrays))
@@ -82,22 +89,22 @@ def test_the_papers_model_lowers_for_gpus():
     assert text.count("#stablehlo.output_operand_alias") == 1 + 2 * 2
 
 
-def test_it_is_for_models_of_one_kind():
-    known = dict(LIKE_THE_PAPERS, heads=8, head_dim=0, feedforward=4096)
-    assert support.suits_one_kernel(abstract_model(micro(**known)))
+def test_only_the_papers_sizes_are_supported():
+    supported = dict(PAPER_LIKE, heads=8, head_dim=0, feedforward=4096)
+    assert support.suits_one_kernel(abstract_model(micro(**supported)))
     for fields in (
         dict(attention=(MERGED, AttentionSpec())), dict(feedforward=2048), dict(heads=4), dict(norm_placement="after"),
         dict(attention=(AttentionSpec("merged", "t2r", 16),)),
     ):  # fmt: skip
-        assert not support.suits_one_kernel(abstract_model(micro(**{**known, **fields}))), fields
-    assert not support.one_kernel_available(abstract_model(micro(**known)), 16)  # not on a CPU
+        assert not support.suits_one_kernel(abstract_model(micro(**{**supported, **fields}))), fields
+    assert not support.one_kernel_available(abstract_model(micro(**supported)), 16)  # not on a CPU
 
 
-def test_without_a_gpu_no_clusters_have_room():
-    assert cuda.clusters_at_once(one_kernel.RANKS, one_kernel.THREADS, one_kernel.MEMORY) == 0
+def test_without_a_gpu_no_clusters_run():
+    assert cuda.clusters_at_once(one_kernel.RANKS, one_kernel.THREADS, one_kernel.SHARED_MEMORY) == 0
 
 
 @needs_nvrtc
-def test_bad_cuda_is_refused_with_the_compilers_words():
+def test_bad_cuda_raises_the_compilers_message():
     with pytest.raises(RuntimeError, match="nonsense"):
         cuda.compile_cuda('extern "C" __global__ void f() { nonsense; }', ["--gpu-architecture=compute_90"])

@@ -1,4 +1,4 @@
-"""The scripts that start runs elsewhere, against stand-ins for gcloud, sbatch and kubectl that note what they get."""
+"""The launch scripts, against fake gcloud, sbatch and kubectl commands that record their arguments."""
 
 import os
 import shutil
@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ["setup", "local", "slurm", "gke", "tpu", "quickstart", "test", "prepare_data"]
 RUN = ["--", "train", "--config=configs/tiny_lm.py:t2r", "--workdir=/data/my runs/o'clock"]
 
-STAND_IN = """#!/usr/bin/env bash
+FAKE_COMMAND = """#!/usr/bin/env bash
 printf '%s' "$(basename "$0")" >>"$CALLS"; [ $# = 0 ] || printf ' %q' "$@" >>"$CALLS"; echo >>"$CALLS"
 case "$*" in
-  *describe*) head -1 "$STATES"; sed -i 1d "$STATES" ;;  # the next state it is said to be in
+  *describe*) head -1 "$STATES"; sed -i 1d "$STATES" ;;  # prints the next state of the list
 esac
 if [ "$(basename "$0")" = sbatch ] || [[ "$*" == *"-f -"* ]]; then cat >"$CALLS.input"; fi
 """
@@ -25,20 +25,20 @@ if [ "$(basename "$0")" = sbatch ] || [[ "$*" == *"-f -"* ]]; then cat >"$CALLS.
 
 @pytest.fixture
 def cloud(tmp_path):
-    """A copy of the tree with stand-ins on the path: (run a script, calls so far)."""
+    """A copy of the launch scripts with fake commands on the path: (function that runs a script, tmp_path)."""
     tree, tools = tmp_path / "tree", tmp_path / "tools"
     shutil.copytree(ROOT / "launch", tree / "launch")
     tools.mkdir()
     for name in ("gcloud", "sbatch", "kubectl", "git", "scontrol"):
-        (tools / name).write_text(STAND_IN)
+        (tools / name).write_text(FAKE_COMMAND)
         (tools / name).chmod(0o755)
     calls, states = tmp_path / "calls", tmp_path / "states"
     calls.touch()
     env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "CALLS": str(calls), "STATES": str(states)}
     env["T2R_POLL_SECONDS"] = "0"
 
-    def launch(*arguments, said=()):
-        states.write_text("".join(f"{state}\n" for state in said))
+    def launch(*arguments, reported=()):
+        states.write_text("".join(f"{state}\n" for state in reported))
         calls.write_text("")
         done = subprocess.run(
             [f"launch/{arguments[0]}", *arguments[1:]], cwd=tree, env=env, capture_output=True, text=True
@@ -49,13 +49,13 @@ def cloud(tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
-def test_shellcheck_has_nothing_to_say():
+def test_shellcheck_passes():
     scripts = [f"launch/{name}" for name in SCRIPTS] + [".ci/run"]
-    found = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout
+    check = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
+    assert check.returncode == 0, check.stdout
 
 
-def test_a_slice_from_beginning_to_end(cloud):
+def test_a_tpu_slice_is_created_set_up_run_resumed_and_deleted(cloud):
     launch, _ = cloud
     slice_ = ["--name=n", "--zone=z", "--project=p"]
     done, calls = launch("tpu", "create", *slice_, "--type=v5litepod-16", "--spot")
@@ -73,9 +73,9 @@ def test_a_slice_from_beginning_to_end(cloud):
     _, calls = launch("tpu", "log", *slice_)
     assert "--worker=0" in calls[0] and "run.log" in calls[0]
 
-    done, calls = launch("tpu", "resume", *slice_, said=["READY"])
+    done, calls = launch("tpu", "resume", *slice_, reported=["READY"])
     assert len(calls) == 1 and "describe" in calls[0] and "n: READY" in done.stdout
-    done, calls = launch("tpu", "resume", *slice_, said=["PREEMPTED", "CREATING", "READY"])
+    done, calls = launch("tpu", "resume", *slice_, reported=["PREEMPTED", "CREATING", "READY"])
     assert done.returncode == 0, done.stderr
     actions = ["describe", "delete", "create", "describe", "describe", "archive", "scp", "ssh", "ssh"]
     assert len(calls) == len(actions) and all(action in call for action, call in zip(actions, calls)), calls
@@ -93,8 +93,8 @@ def test_queued_resources(cloud):
     assert "queued-resources delete n --force" in calls[0]
 
 
-def test_the_command_that_workers_get_survives_the_quoting(cloud, tmp_path):
-    """What ssh would run, run here: a path with a space stays one word, and a run that lost another starts again."""
+def test_the_command_of_the_workers_is_quoted_correctly(cloud, tmp_path):
+    """Runs locally what ssh would run: a path with a space stays one argument, and exit status 75 restarts the run."""
     launch, _ = cloud
     _, calls = launch("tpu", "start", "--name=n", "--zone=z", *RUN)
     script = subprocess.run(["bash", "-c", f"printf %s {calls[0].split('--command=')[1].split(' --zone=')[0]}"],
@@ -113,7 +113,7 @@ def test_the_command_that_workers_get_survives_the_quoting(cloud, tmp_path):
     assert words == ["-m|t2r|" + "|".join(RUN[1:]) + "|--coordinator=auto|"] * 2
 
 
-def test_slurm_gets_a_job_that_requeues_itself(cloud):
+def test_slurm_submits_a_job_that_requeues_itself(cloud):
     launch, tmp_path = cloud
     done, calls = launch("slurm", "--nodes=2", "--gpus=4", "--partition=gpu", "--time=1:00:00", *RUN)
     assert done.returncode == 0 and calls == ["sbatch"]
@@ -125,7 +125,7 @@ def test_slurm_gets_a_job_that_requeues_itself(cloud):
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
-def test_gke_gets_a_job_set(cloud):
+def test_gke_applies_a_job_set(cloud):
     launch, tmp_path = cloud
     flags = [
         "--name=n",
@@ -145,9 +145,9 @@ def test_gke_gets_a_job_set(cloud):
     assert pod["containers"][0]["command"] == [".venv/bin/python", "-m", "t2r", *RUN[1:], "--coordinator=auto"]
     assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "c"
-    for action, words in (("log", "logs"), ("status", "get"), ("delete", "delete")):
+    for action, verb in (("log", "logs"), ("status", "get"), ("delete", "delete")):
         _, calls = launch("gke", action, "--name=n")
-        assert len(calls) == 1 and words in calls[0]
+        assert len(calls) == 1 and verb in calls[0]
 
 
 @pytest.mark.parametrize(
@@ -163,15 +163,15 @@ def test_gke_gets_a_job_set(cloud):
         (["setup", "abacus"], "choose cpu, tpu or cuda"),
     ],
 )
-def test_mistakes_are_named_and_nothing_runs(cloud, arguments, message):
+def test_errors_name_the_mistake_and_nothing_runs(cloud, arguments, message):
     launch, _ = cloud
-    done, calls = launch(*arguments, said=["PREEMPTED"] * 2)
+    done, calls = launch(*arguments, reported=["PREEMPTED"] * 2)
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert not [call for call in calls if "create" in call or "apply" in call or "sbatch" in call]
 
 
 @pytest.mark.parametrize("script", ["tpu", "gke", "slurm", "local"])
-def test_help_and_dry_runs_need_nothing(cloud, script):
+def test_help_calls_no_command(cloud, script):
     launch, _ = cloud
     done, calls = launch(script, "--help")
     assert done.returncode == 0 and f"launch/{script}" in done.stdout and not calls
@@ -188,7 +188,7 @@ def test_dry_runs_print_what_would_run(cloud):
 
 
 def test_local_processes_stop_together(cloud):
-    """SIGTERM to the script reaches all of them, and it ends with their status once all have."""
+    """SIGTERM to the script reaches all processes; the script exits with their status after the last one."""
     _, tmp_path = cloud
     tree = tmp_path / "tree"
     (tree / ".venv" / "bin").mkdir(parents=True)
@@ -196,7 +196,7 @@ def test_local_processes_stop_together(cloud):
     python.write_text('#!/usr/bin/env bash\ntrap "sleep 0.3; touch stopped.$$; exit 143" TERM\ntouch up.$$\n'
                       'while :; do sleep 0.05; done\n')  # fmt: skip
     python.chmod(0o755)
-    # The environment counts as made: this test is about processes.
+    # Skips the creation of the Python environment: this test is about processes.
     (tree / "launch" / "environment.sh").write_text("make_environment() { :; }\n")
     process = subprocess.Popen(["launch/local", "--processes=3", *RUN], cwd=tree)
     deadline = time.monotonic() + 20

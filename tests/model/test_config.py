@@ -1,4 +1,4 @@
-"""Model configs: what they fill in, what they refuse."""
+"""Model configs: the parameter counts of presets, JSON, and the errors of invalid ones."""
 
 import json
 
@@ -11,9 +11,9 @@ from t2r.model.parameters import abstract_model, arrays_of, parameter_count
 
 
 def test_presets_have_the_papers_sizes():
-    """Counts by hand: see the arithmetic."""
+    """Parameters counted by hand."""
     embedding = 20_000 * 1024 + 40_000 * 256 + 207_735 * 64
-    projections = (1024 + 256 + 64) * 1024 + 2 * 1024  # and the two classes of the adaptive softmax
+    projections = (1024 + 256 + 64) * 1024 + 2 * 1024  # and two classes of the adaptive softmax
     layer = 4 * (1024 * 1024 + 1024) + 2 * 1024 * 4096 + 4096 + 1024 + 4 * 1024
     for name, layers, total in [("paper_lm", 32, 448_472_512), ("baevski_lm", 16, 246_932_928)]:
         config = preset(name)
@@ -21,13 +21,15 @@ def test_presets_have_the_papers_sizes():
         assert parameter_count(arrays_of(abstract_model(config))) == embedding + projections + layers * layer == total
 
 
-def test_phi_adds_what_the_paper_says():
-    """rk(d + 1) parameters a layer, less than 0.2% in all (§2.2)."""
+def test_phi_adds_as_many_parameters_as_the_paper_says():
+    """rk(d + 1) parameters for each layer, less than 0.2% of the model (§2.2)."""
     config = preset("paper_lm", layers=1)
     converted = config.replace(attention=(AttentionSpec("linear", "t2r", 32),))
     added = parameter_count(arrays_of(abstract_model(converted))) - parameter_count(arrays_of(abstract_model(config)))
     assert added == 8 * 32 * (128 + 1)
-    assert 32 * added / 448_472_512 < 0.0025  # the paper's whole model, counted above; it says "less than 0.2%"
+    assert (
+        32 * added / 448_472_512 < 0.0025
+    )  # of the paper's model, counted above; the paper rounds to "less than 0.2%"
 
 
 def test_a_config_survives_json():
@@ -47,11 +49,14 @@ def test_a_config_survives_json():
         (dict(attention=(AttentionSpec("linear", "t2r", 0),)), ["features=0"]),
         (dict(attention=(AttentionSpec("linear", "elu", 7),)), ["elu", "7"]),
         (dict(attention=(AttentionSpec("merged", "rfa", 8),)), ["only feature map 't2r'"]),
-        (dict(attention=(AttentionSpec(),) * 3), ["names 3 layers", "layers=2"]),
-        (dict(attention=(AttentionSpec("merged", "t2r", 8),), positions="rotary"), ["rotary", "no merging"]),
+        (dict(attention=(AttentionSpec(),) * 3), ["has 3 specs", "layers=2"]),
+        (
+            dict(attention=(AttentionSpec("merged", "t2r", 8),), positions="rotary"),
+            ["rotary", "merged attention needs φ right after the projection"],
+        ),
     ],
 )
-def test_every_problem_is_named(fields, messages):
+def test_errors_list_every_problem(fields, messages):
     with pytest.raises(InputError) as raised:
         micro(**fields)
     for message in messages:

@@ -1,4 +1,4 @@
-"""The loss in chunks of rows, with a derivative of its own, against what it says it is."""
+"""The chunked cross-entropy and its hand-written gradient, against the definition."""
 
 import functools
 
@@ -7,42 +7,41 @@ import jax.numpy as jnp
 import pytest
 
 from t2r.model import cross_entropy as module
-from t2r.model.cross_entropy import LogitInputs, cross_entropy, distances
+from t2r.model.cross_entropy import LogitInputs, cross_entropy, teacher_cross_entropy
 from tests.conftest import error
 
-WORDS = 37
+VOCAB_SIZE = 37
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Five rows at a time, of which the last are filled up; and memory that is not written to is not zero."""
+def small_chunks(monkeypatch):
+    """Chunks of at most five tokens, so that the last one is padded; and uninitialised memory that is NaN."""
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
-    monkeypatch.setattr(module, "LOGITS", 5 * WORDS + 1)
-    monkeypatch.setattr(module, "ALIGNED", 8)
+    monkeypatch.setattr(module, "MAX_CHUNK_LOGITS", 5 * VOCAB_SIZE + 1)
+    monkeypatch.setattr(module, "ALIGNMENT", 8)
 
 
-def scored(seed: int, *, bias: bool, width: int = 8) -> LogitInputs:
+def random_inputs(seed: int, *, bias: bool, width: int = 8) -> LogitInputs:
     keys = jax.random.split(jax.random.key(seed), 3)
-    x, table = jax.random.normal(keys[0], (3, 4, width)), jax.random.normal(keys[1], (WORDS, width))
-    return LogitInputs(x, table, jax.random.normal(keys[2], (WORDS,)) if bias else None)
+    x, table = jax.random.normal(keys[0], (3, 4, width)), jax.random.normal(keys[1], (VOCAB_SIZE, width))
+    return LogitInputs(x, table, jax.random.normal(keys[2], (VOCAB_SIZE,)) if bias else None)
 
 
-def log_probs(one: LogitInputs) -> jax.Array:
-    logits = one.x @ one.table.T
-    return jax.nn.log_softmax(logits if one.bias is None else logits + one.bias)
+def log_probs(inputs: LogitInputs) -> jax.Array:
+    logits = inputs.x @ inputs.table.T
+    return jax.nn.log_softmax(logits if inputs.bias is None else logits + inputs.bias)
 
 
-def plain(student: LogitInputs, targets, inside, smoothing, teacher, taught) -> jax.Array:
-    logs = log_probs(student)
-    wanted = (1 - smoothing) * jax.nn.one_hot(targets, WORDS) + smoothing / WORDS
+def by_definition(student: LogitInputs, targets, mask, smoothing, teacher, teacher_weight) -> jax.Array:
+    p = (1 - smoothing) * jax.nn.one_hot(targets, VOCAB_SIZE) + smoothing / VOCAB_SIZE
     if teacher is not None:
-        wanted = (1 - taught) * wanted + taught * jnp.exp(log_probs(teacher))
-    losses = -(wanted * logs).sum(-1)
-    return losses if inside is None else jnp.where(inside, losses, 0)
+        p = (1 - teacher_weight) * p + teacher_weight * jnp.exp(log_probs(teacher))
+    losses = -(p * log_probs(student)).sum(-1)
+    return losses if mask is None else jnp.where(mask, losses, 0)
 
 
 @pytest.mark.parametrize(
-    "smoothing, taught, bias, padded, kept",
+    "smoothing, teacher_weight, bias, padded, saved",
     [
         (0.0, 0.0, True, False, True),
         (0.0, 0.0, True, False, False),
@@ -52,43 +51,46 @@ def plain(student: LogitInputs, targets, inside, smoothing, teacher, taught) -> 
         (0.1, 0.3, True, True, False),
     ],
 )
-def test_it_is_the_cross_entropy_and_its_derivative_too(smoothing, taught, bias, padded, kept, monkeypatch):
-    monkeypatch.setattr(module, "KEPT", module.KEPT if kept else 0)
-    student = scored(0, bias=bias)
-    teacher = scored(1, bias=bias, width=16) if taught else None
-    targets = jax.random.randint(jax.random.key(2), (3, 4), 0, WORDS)
-    inside = jnp.arange(12).reshape(3, 4) % 3 > 0 if padded else None
+def test_losses_and_gradients_are_those_of_the_definition(smoothing, teacher_weight, bias, padded, saved, monkeypatch):
+    monkeypatch.setattr(module, "MAX_SAVED_LOGITS", module.MAX_SAVED_LOGITS if saved else 0)
+    student = random_inputs(0, bias=bias)
+    teacher = random_inputs(1, bias=bias, width=16) if teacher_weight else None
+    targets = jax.random.randint(jax.random.key(2), (3, 4), 0, VOCAB_SIZE)
+    mask = jnp.arange(12).reshape(3, 4) % 3 > 0 if padded else None
     weights = jax.random.normal(jax.random.key(3), (3, 4))
 
     def total(loss, student):
-        losses = loss(student, targets, inside, smoothing, teacher, taught)
+        losses = loss(student, targets, mask, smoothing, teacher, teacher_weight)
         return (weights * losses).sum(), losses
 
-    found, expected = (
+    actual, expected = (
         jax.jit(jax.value_and_grad(functools.partial(total, loss), has_aux=True))(student)
-        for loss in (cross_entropy, plain)
+        for loss in (cross_entropy, by_definition)
     )
-    assert error(found, expected) < 1e-5
+    assert error(actual, expected) < 1e-5
 
 
-def test_it_is_the_distance_of_any_two_distributions():
-    student, teacher = scored(0, bias=True), scored(1, bias=False)
+def test_both_losses_of_a_teachers_distribution_agree():
+    student, teacher = random_inputs(0, bias=True), random_inputs(1, bias=False)
     targets = jnp.zeros((3, 4), jnp.int32)
-    found = cross_entropy(student, targets, None, 0.0, teacher, 1.0)
-    ours, theirs = (lambda x, one=one: log_probs(one._replace(x=x)) for one in (student, teacher))
-    assert error(found, distances(ours, student.x, theirs, teacher.x)) < 1e-5
+    actual = cross_entropy(student, targets, None, 0.0, teacher, 1.0)
+    student_log_probs, teacher_log_probs = (
+        lambda x, inputs=inputs: log_probs(inputs._replace(x=x)) for inputs in (student, teacher)
+    )
+    expected = teacher_cross_entropy(student_log_probs, student.x, teacher_log_probs, teacher.x)
+    assert error(actual, expected) < 1e-5
 
 
-def test_devices_that_share_rows_find_the_same():
+def test_a_batch_sharded_over_devices_has_the_same_loss():
     mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    given = [scored(seed, bias=True) for seed in (0, 1)]
-    student, teacher = (one._replace(x=jnp.tile(one.x, (8, 1, 1))) for one in given)
-    targets, inside = jnp.zeros((24, 4), jnp.int32), jnp.arange(96).reshape(24, 4) % 5 > 0
+    inputs = [random_inputs(seed, bias=True) for seed in (0, 1)]
+    student, teacher = (one._replace(x=jnp.tile(one.x, (8, 1, 1))) for one in inputs)
+    targets, mask = jnp.zeros((24, 4), jnp.int32), jnp.arange(96).reshape(24, 4) % 5 > 0
 
     def total(student):
-        return cross_entropy(student, targets, inside, 0.0, teacher, 0.5).sum()
+        return cross_entropy(student, targets, mask, 0.0, teacher, 0.5).sum()
 
-    alone = jax.jit(jax.value_and_grad(total))(student)
+    one_device = jax.jit(jax.value_and_grad(total))(student)
     with jax.set_mesh(mesh):
-        together = jax.jit(jax.value_and_grad(total))(student)
-    assert error(jax.device_get(together), jax.device_get(alone)) < 1e-5
+        sharded = jax.jit(jax.value_and_grad(total))(student)
+    assert error(jax.device_get(sharded), jax.device_get(one_device)) < 1e-5

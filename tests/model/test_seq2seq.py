@@ -1,4 +1,4 @@
-"""The translation model: a decoder that sees its source, padded or not, through attention of any kind."""
+"""The translation model: a decoder with cross attention of any kind, to sources with and without padding."""
 
 import itertools
 
@@ -34,8 +34,8 @@ def converted(kind, model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_decodes_as_it_trains_and_uses_all_it_has(family):
-    """Whole targets against pieces through the state; gradients reach every parameter."""
+def test_every_family_decodes_as_it_trains_and_uses_every_parameter(family):
+    """Whole targets against the same targets in pieces, through the state; every parameter has a gradient."""
     model = swap(make_model(micro_mt(layers=1, **FAMILIES[family])), features=4, cross_features=8)
     graph, arrays = nnx.split(model)
     source, tokens = random_tokens(2, 11, 1, vocab=40), random_tokens(2, 8, 2, vocab=60)
@@ -60,28 +60,30 @@ def test_every_family_decodes_as_it_trains_and_uses_all_it_has(family):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_padding_of_the_source_changes_nothing_and_the_source_matters(kind):
+def test_source_padding_has_no_effect_and_source_tokens_have_one(kind):
     model = converted(kind, make_model(micro_mt(layers=1)))
-    tokens, rows = random_tokens(2, 6, 2, vocab=60), random_tokens(2, 9, 3, vocab=60)
+    tokens, sources = random_tokens(2, 6, 2, vocab=60), random_tokens(2, 9, 3, vocab=60)
     translate = jax.jit(lambda source, mask: model(tokens, source=model.source_states(source, mask))[0])
-    alone = translate(rows, jnp.ones(rows.shape, bool))
-    padded = jnp.concatenate([rows, random_tokens(2, 5, 4, vocab=60)], 1)
-    assert error(translate(padded, jnp.arange(14) < jnp.array([[9], [9]])), alone) < 1e-5
-    assert error(translate(padded, jnp.ones(padded.shape, bool)), alone) > 1e-3
-    assert bool(jnp.isfinite(translate(rows, jnp.zeros(rows.shape, bool))).all()), "a row of padding is harmless"
+    unpadded = translate(sources, jnp.ones(sources.shape, bool))
+    padded = jnp.concatenate([sources, random_tokens(2, 5, 4, vocab=60)], 1)
+    assert error(translate(padded, jnp.arange(14) < jnp.array([[9], [9]])), unpadded) < 1e-5
+    assert error(translate(padded, jnp.ones(padded.shape, bool)), unpadded) > 1e-3
+    assert bool(jnp.isfinite(translate(sources, jnp.zeros(sources.shape, bool))).all()), (
+        "a source of padding only gives no NaN"
+    )
 
 
 @pytest.mark.parametrize("kind", ["softmax", "t2r"])
 def test_several_targets_of_one_source_share_its_state(kind):
-    """As beams do: three texts and one source, against the source three times."""
+    """As in beam search: three targets for each source, against three copies of each source."""
     model = converted(kind, make_model(micro_mt()))
     tokens, source = random_tokens(6, 5, 1, vocab=60), random_tokens(2, 7, 2, vocab=60)
     run = jax.jit(lambda source: model(tokens, source=model.source_states(source, jnp.ones(source.shape, bool)))[0])
     assert error(run(source), run(jnp.repeat(source, 3, 0))) < 1e-5
 
 
-def test_random_features_of_source_and_target_are_drawn_together():
-    """In training RFA draws anew at each step, the same for the keys of the source and the queries to it."""
+def test_source_keys_and_target_queries_use_the_same_random_features():
+    """In training RFA draws new features at each step: one draw for the source's keys and the queries to them."""
     model = converted("rfa", make_model(micro_mt(layers=1)))
     tokens, source = random_tokens(1, 5, 1, vocab=60), random_tokens(1, 7, 2, vocab=60)
     mask = jnp.ones(source.shape, bool)
@@ -91,17 +93,17 @@ def test_random_features_of_source_and_target_are_drawn_together():
         return model(tokens, source=model.source_states(source, mask, key), key=key)[0]
 
     @jax.jit
-    def crossed(key, other):
-        return model(tokens, source=model.source_states(source, mask, other), key=key)[0]
+    def mismatched(key, source_key):
+        return model(tokens, source=model.source_states(source, mask, source_key), key=key)[0]
 
     keys = [jax.random.key(i) for i in range(8)]
     expected = hidden(None)
-    together = np.mean([error(hidden(key), expected) for key in keys])
-    apart = np.mean([error(crossed(key, other), expected) for key, other in itertools.pairwise(keys)])
-    assert 0 < together < apart
+    same_draw = np.mean([error(hidden(key), expected) for key in keys])
+    two_draws = np.mean([error(mismatched(key, other), expected) for key, other in itertools.pairwise(keys)])
+    assert 0 < same_draw < two_draws
 
 
-def test_the_encoder_is_left_alone_and_each_attention_has_its_size():
+def test_the_encoder_is_not_swapped_and_causal_and_cross_attention_have_their_feature_sizes():
     model = make_model(micro_mt(layers=3))
     swapped = swap(model, features=4, cross_features=8, keep="2")
     kinds = [
@@ -113,28 +115,28 @@ def test_the_encoder_is_left_alone_and_each_attention_has_its_size():
     assert len(new) == 8 and all(".feature_map." in name and name.startswith("blocks.") for name in new)
     assert arrays_of(swapped)["blocks.0.attention.feature_map.weight"].shape == (2, 4, 16)
     assert arrays_of(swapped)["blocks.0.cross.feature_map.weight"].shape == (2, 8, 16)
-    only = swap(model, features=8, attention="cross")
-    assert {spec.kind for spec in only.config.attention} == {"softmax"}
-    assert {spec.kind for spec in only.config.cross_attention} == {"linear"}
-    both = swap(only, feature_map="elu", attention="causal")
+    only_cross = swap(model, features=8, attention="cross")
+    assert {spec.kind for spec in only_cross.config.attention} == {"softmax"}
+    assert {spec.kind for spec in only_cross.config.cross_attention} == {"linear"}
+    both = swap(only_cross, feature_map="elu", attention="causal")
     assert both.config.attention[0].feature_map == "elu" and both.config.cross_attention[0].feature_map == "t2r"
 
 
-def test_merged_translation_models_are_unmerged_ones():
+def test_a_merged_translation_model_computes_what_the_unmerged_one_does():
     model = swap(make_model(micro_mt()), features=4, cross_features=8, keep="1")
     merged = merge(model)
     assert [spec.kind for spec in merged.config.cross_attention] == ["merged", "softmax"]
     tokens, source = random_tokens(2, 5, 1, vocab=60), random_tokens(2, 7, 2, vocab=60)
     run = lambda model: model(tokens, source=model.source_states(source, jnp.ones(source.shape, bool)))[0]  # noqa: E731
     assert error(jax.jit(lambda: run(merged))(), jax.jit(lambda: run(model))()) < 1e-5
-    rotary = make_model(micro_mt(positions="rotary"))  # between two sentences nothing is rotated
+    rotary = make_model(micro_mt(positions="rotary"))  # cross attention is not rotated
     assert merge(swap(rotary, features=4, attention="cross")).config.cross_attention[0].kind == "merged"
     with pytest.raises(InputError, match=r"layer 0, cross_attention.*'elu'"):
         merge(swap(make_model(micro_mt()), feature_map="elu"))
 
 
 def test_the_papers_model_has_the_papers_size():
-    """The arithmetic of configs/wmt.py."""
+    """Parameters counted by hand, as in configs/wmt.py."""
     attention, norm = 4 * (1024**2 + 1024), 2 * 1024
     feedforward = 2 * 1024 * 4096 + 4096 + 1024
     encoder, decoder = attention + feedforward + 2 * norm, 2 * attention + feedforward + 3 * norm
@@ -156,12 +158,12 @@ def test_the_papers_model_has_the_papers_size():
         (dict(cross_attention=(AttentionSpec("linear", "elu", 3),)), "layer 1, cross_attention: feature map 'elu'"),
     ],
 )
-def test_configs_that_cannot_be_are_refused(fields, message):
+def test_invalid_configs_are_errors(fields, message):
     with pytest.raises(InputError, match=message):
         micro_mt(**fields)
 
 
-def test_swaps_that_cannot_be_are_refused():
+def test_invalid_swaps_are_errors():
     from conftest import micro
 
     with pytest.raises(InputError, match="a language model has no cross attention"):

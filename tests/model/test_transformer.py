@@ -1,4 +1,4 @@
-"""The language model: one function, whether run whole, token by token, or padded."""
+"""The language model: the same results for whole sequences, token by token, and with padding."""
 
 import contextlib
 import functools
@@ -39,7 +39,7 @@ FAMILIES = {
 
 
 def decode(model, tokens, sizes):
-    """Hidden states from pieces of the given sizes, through the state."""
+    """Hidden states of the tokens in pieces of these sizes, with the state carried from piece to piece."""
     state, pieces, first = model.init_state(tokens.shape[0], tokens.shape[1]), [], 0
     for size in sizes:
         hidden, state = model(tokens[:, first : first + size], state=state)
@@ -59,45 +59,45 @@ def test_every_family_decodes_as_it_trains(family):
 
 @functools.cache
 def compiled(kind):
-    """A model with `forward(tokens)` and `padded(tokens, mask, more)`, compiled once per shape."""
+    """The compiled functions `forward(tokens)` and `padded(tokens, mask, continuation)` of one model."""
     model = make_model(micro(attention=linear_spec(kind)))
 
-    def padded(tokens, mask, more):
-        state = model.init_state(tokens.shape[0], tokens.shape[1] + more.shape[1])
+    def padded(tokens, mask, continuation):
+        state = model.init_state(tokens.shape[0], tokens.shape[1] + continuation.shape[1])
         hidden, state = model(tokens, mask=mask, state=state)
-        return hidden, model(more, state=state)[0]
+        return hidden, model(continuation, state=state)[0]
 
     return jax.jit(lambda tokens: model(tokens)[0]), jax.jit(padded)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(lengths=st.lists(st.sampled_from([1, 4, 9]), min_size=3, max_size=3), seed=st.integers(0, 99), data=st.data())
-def test_a_padded_batch_is_its_texts_one_by_one(kind, lengths, seed, data):
-    """Hidden states of real tokens, and all that is decoded after them, wherever the padding stands."""
+def test_padding_changes_neither_hidden_states_nor_what_follows(kind, lengths, seed, data):
+    """A batch padded at random positions, and two tokens decoded after it, against each sequence without padding."""
     forward, padded = compiled(kind)
-    width = 9
-    rows, more = random_tokens(3, width, seed), random_tokens(3, 2, seed + 100)
-    mask = np.zeros((3, width), bool)
-    for row, length in enumerate(lengths):
-        mask[row, data.draw(st.permutations(range(width)))[:length]] = True
-    hidden, after = padded(rows, jnp.asarray(mask), more)
-    for row, length in enumerate(lengths):
-        whole = forward(jnp.concatenate([rows[row][mask[row]], more[row]])[None])[0]
-        assert error(hidden[row][mask[row]], whole[:length]) < 1e-5
-        assert error(after[row], whole[length:]) < 1e-5
+    length = 9
+    tokens, continuation = random_tokens(3, length, seed), random_tokens(3, 2, seed + 100)
+    mask = np.zeros((3, length), bool)
+    for i, real in enumerate(lengths):
+        mask[i, data.draw(st.permutations(range(length)))[:real]] = True
+    hidden, after = padded(tokens, jnp.asarray(mask), continuation)
+    for i, real in enumerate(lengths):
+        unpadded = forward(jnp.concatenate([tokens[i][mask[i]], continuation[i]])[None])[0]
+        assert error(hidden[i][mask[i]], unpadded[:real]) < 1e-5
+        assert error(after[i], unpadded[real:]) < 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_follows_float32(kind):
+def test_bfloat16_is_close_to_float32(kind):
     config = micro(attention=linear_spec(kind))
     tokens = random_tokens(2, 20)
     models = make_model(config), make_model(config.replace(dtype="bfloat16"))
-    exact, small = jax.jit(lambda: [model.losses(tokens[:, :-1], tokens[:, 1:]) for model in models])()
-    assert small.dtype == jnp.float32
-    assert error(small, exact) < 3e-2
+    exact, rounded = jax.jit(lambda: [model.losses(tokens[:, :-1], tokens[:, 1:]) for model in models])()
+    assert rounded.dtype == jnp.float32
+    assert error(rounded, exact) < 3e-2
 
 
-def test_adaptive_softmax_is_a_distribution_and_its_loss_the_same_one():
+def test_the_adaptive_softmax_sums_to_one_and_its_loss_is_its_log_probability():
     model = make_model(micro())
     x = jax.random.normal(jax.random.key(0), (50, 32))
     targets = jnp.arange(50) * 5 % 260  # all three bands
@@ -107,14 +107,14 @@ def test_adaptive_softmax_is_a_distribution_and_its_loss_the_same_one():
     np.testing.assert_allclose(loss, -log_probs[jnp.arange(50), targets], rtol=1e-5)
 
 
-def test_adaptive_embedding_by_hand():
+def test_the_adaptive_embedding_against_its_formulas():
     """Each band has its own table and projection; the output shares them; band 0 is scored unprojected."""
     embedding = AdaptiveEmbedding(micro(), rngs=nnx.Rngs(0))
     tables, projections = [t[...] for t in embedding.tables], [p[...] for p in embedding.projections]
     assert [t.shape for t in tables] == [(40, 32), (80, 8), (140, 2)]
     embedded = embedding.embed(jnp.array([[7, 41, 259]]))[0]
-    for row, (band, index) in enumerate([(0, 7), (1, 1), (2, 139)]):
-        np.testing.assert_allclose(embedded[row], tables[band][index] @ projections[band], rtol=1e-5, atol=1e-6)
+    for position, (band, index) in enumerate([(0, 7), (1, 1), (2, 139)]):
+        np.testing.assert_allclose(embedded[position], tables[band][index] @ projections[band], rtol=1e-5, atol=1e-6)
     x = jax.random.normal(jax.random.key(1), (32,))
     head = jax.nn.log_softmax(jnp.concatenate([tables[0] @ x, embedding.classes[...].T @ x]))
     tail = jax.nn.log_softmax(tables[2] @ (projections[2] @ x))
@@ -123,11 +123,13 @@ def test_adaptive_embedding_by_hand():
     assert float(log_probs[259]) == pytest.approx(float(head[41] + tail[139]), rel=1e-5)
 
 
-@pytest.mark.parametrize("mesh", [None, (4, 2, 1), (2, 1, 4)], ids=["one device", "rows divided", "words divided"])
+@pytest.mark.parametrize(
+    "mesh", [None, (4, 2, 1), (2, 1, 4)], ids=["one device", "batch sharded", "vocabulary sharded"]
+)
 @pytest.mark.parametrize("cutoffs", [(), (40, 120)], ids=["plain", "adaptive"])
-def test_the_loss_and_its_gradient_are_those_of_the_distribution(cutoffs, mesh, monkeypatch):
-    """In chunks that do not divide the rows, for tokens of all bands, on devices that have different ones."""
-    monkeypatch.setattr("t2r.model.cross_entropy.LOGITS", 1000)
+def test_the_chunked_loss_and_its_gradient_are_those_of_the_log_probabilities(cutoffs, mesh, monkeypatch):
+    """With a padded last chunk, targets in all bands, and devices whose targets are in different bands."""
+    monkeypatch.setattr("t2r.model.cross_entropy.MAX_CHUNK_LOGITS", 1000)
     model = make_model(micro(adaptive_cutoffs=cutoffs))
     graph, state = nnx.split(model)
     x, targets = jax.random.normal(jax.random.key(0), (8, 13, 32)), random_tokens(8, 13).at[:2].set(5)
@@ -143,34 +145,34 @@ def test_the_loss_and_its_gradient_are_those_of_the_distribution(cutoffs, mesh, 
     expected = jax.jit(jax.value_and_grad(by_definition, (0, 1)))(state, x)
     sizes = dict(zip(AXES, mesh)) if mesh else {"data": 1}
     with jax.set_mesh(make_mesh(ConfigDict(sizes))) if mesh else contextlib.nullcontext():
-        found = jax.jit(jax.value_and_grad(in_chunks, (0, 1)))(state, x)
-    assert error(found[0], expected[0]) < 1e-5
-    assert error(found[1][0].embedding, expected[1][0].embedding) < 1e-5
-    assert error(found[1][1], expected[1][1]) < 1e-5
+        actual = jax.jit(jax.value_and_grad(in_chunks, (0, 1)))(state, x)
+    assert error(actual[0], expected[0]) < 1e-5
+    assert error(actual[1][0].embedding, expected[1][0].embedding) < 1e-5
+    assert error(actual[1][1], expected[1][1]) < 1e-5
 
 
-def test_dropout_drops_evenly_and_differently_each_time():
+def test_dropout_is_uniform_and_independent_between_keys_and_folds():
     x = jnp.ones((64, 128, 96))
     keys = jax.random.split(jax.random.key(0), 3)
-    found = [np.asarray(dropout(x, 0.1, key, fold)) == 0 for key in keys for fold in (0, 1)]
-    for dropped in found:
-        for axes in [(0, 1), (0, 2), (1, 2)]:  # by column, row and layer, within five standard deviations
-            share = dropped.mean(axes)
-            assert np.abs(share - 0.1).max() < 5 * (0.09 / (dropped.size / share.size)) ** 0.5
+    masks = [np.asarray(dropout(x, 0.1, key, fold)) == 0 for key in keys for fold in (0, 1)]
+    for dropped in masks:
+        for axes in [(0, 1), (0, 2), (1, 2)]:  # at each index of every axis, within five standard deviations
+            rate = dropped.mean(axes)
+            assert np.abs(rate - 0.1).max() < 5 * (0.09 / (dropped.size / rate.size)) ** 0.5
         assert abs((dropped[:, 1:] & dropped[:, :-1]).mean() - 0.01) < 1e-3  # neighbours are independent
-    for one, other in itertools.pairwise(found):
+    for one, other in itertools.pairwise(masks):
         assert abs((one & other).mean() - 0.01) < 1e-3
     np.testing.assert_allclose(dropout(x, 0.1, keys[0]).max(), 1 / 0.9, rtol=1e-6)
 
 
 def test_sinusoids_are_sines_and_cosines_of_the_position():
-    found = np.asarray(sinusoids(jnp.array([[0, 3]]), 8))[0]
+    actual = np.asarray(sinusoids(jnp.array([[0, 3]]), 8))[0]
     frequency = 10_000.0 ** (-np.arange(4) / 3)
-    np.testing.assert_allclose(found[0], [0, 0, 0, 0, 1, 1, 1, 1], atol=1e-6)
-    np.testing.assert_allclose(found[1], np.concatenate([np.sin(3 * frequency), np.cos(3 * frequency)]), rtol=1e-4)
+    np.testing.assert_allclose(actual[0], [0, 0, 0, 0, 1, 1, 1, 1], atol=1e-6)
+    np.testing.assert_allclose(actual[1], np.concatenate([np.sin(3 * frequency), np.cos(3 * frequency)]), rtol=1e-4)
 
 
-def test_dropout_needs_a_key_and_follows_it():
+def test_dropout_is_determined_by_the_key_and_off_without_one():
     model = make_model(micro(dropout=0.3, attention_dropout=0.2, activation_dropout=0.1, adaptive_dropout=0.2))
     tokens = random_tokens(1, 9)
     losses = jax.jit(lambda key: model.losses(tokens[:, :-1], tokens[:, 1:], key=key))
@@ -180,8 +182,8 @@ def test_dropout_needs_a_key_and_follows_it():
     assert not np.allclose(losses(jax.random.key(1)), losses(None))
 
 
-def test_layer_dropout_leaves_a_layer_out_whole():
-    """About as often as asked, never in evaluation."""
+def test_layer_dropout_skips_whole_layers():
+    """At about its rate, and never in evaluation."""
     config = micro(layers=1, layer_dropout=0.4)
     block, x = Block(config, AttentionSpec(), rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (1, 3, 32))
     run = jax.jit(lambda key: jnp.allclose(run_layers([block], config, x, key=key), x))
@@ -191,8 +193,8 @@ def test_layer_dropout_leaves_a_layer_out_whole():
 
 
 @pytest.mark.parametrize("keep", [pytest.param("none", marks=pytest.mark.slow), "every_2nd", "last"])
-def test_one_compiled_layer_and_recomputation_change_nothing(keep):
-    """In value and gradient, with dropout; layers alike, in a pattern, and in none."""
+def test_scan_layers_and_remat_change_neither_loss_nor_gradient(keep):
+    """With dropout; for equal layers, a repeating pattern of layers, and layers with no pattern."""
     linear, full = AttentionSpec("linear", "t2r", 4), AttentionSpec()
     specs = {"none": [linear] * 4, "every_2nd": [linear, full] * 2, "last": [linear, linear, linear, full]}[keep]
     tokens = random_tokens(2, 9)
@@ -210,7 +212,7 @@ def test_one_compiled_layer_and_recomputation_change_nothing(keep):
     assert (results[1][1] > results[0][1]) == (keep != "last")
 
 
-def test_learned_positions_end_somewhere():
+def test_sequences_longer_than_learned_positions_are_an_error():
     config = micro(positions="learned", max_positions=16)
     check_length(config, 16)
     with pytest.raises(InputError, match=r"17 tokens.*max_positions=16"):
@@ -218,7 +220,7 @@ def test_learned_positions_end_somewhere():
 
 
 def test_gradients_reach_every_parameter():
-    """Nothing is forgotten in the forward pass, in any family."""
+    """In every family, all parameters have a non-zero gradient."""
     tokens = random_tokens(2, 24)  # long enough to touch all bands
 
     def loss(state, graph):

@@ -1,4 +1,4 @@
-"""Model directories: what goes in comes out, and what is damaged says so."""
+"""Model directories: saving and loading is lossless, and damaged ones are refused with a clear error."""
 
 import json
 
@@ -24,7 +24,7 @@ def saved(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("kind", ["softmax", "t2r", "elu", "rfa", "performer", "merged", "hybrid"])
-def test_every_kind_of_model_survives_the_disk(kind, tmp_path, tokenizer):
+def test_every_kind_of_model_is_saved_and_loaded(kind, tmp_path, tokenizer):
     model = make_model(micro(vocab_size=300))
     if kind != "softmax":
         name = kind if kind not in ("merged", "hybrid") else "t2r"
@@ -40,7 +40,7 @@ def test_every_kind_of_model_survives_the_disk(kind, tmp_path, tokenizer):
     assert loaded.tokenizer.encode("The old boat") == tokenizer.encode("The old boat")
 
 
-def test_half_precision_on_disk_is_single_in_memory(tmp_path, tokenizer):
+def test_half_precision_weights_are_loaded_as_float32(tmp_path, tokenizer):
     model = make_model(micro(vocab_size=300))
     model_dir.save(tmp_path / "m", LoadedModel(model, tokenizer, {"history": []}), dtype="float16")
     loaded = model_dir.load(tmp_path / "m").model
@@ -56,7 +56,7 @@ def test_runtime_fields_can_be_set_and_others_cannot(saved):
         model_dir.load(path, layers=3)
 
 
-def test_an_existing_directory_is_not_overwritten_unasked(saved, tokenizer):
+def test_an_existing_directory_is_overwritten_only_with_replace(saved, tokenizer):
     path, model = saved
     before = (path / "model.safetensors").read_bytes()
     with pytest.raises(InputError, match="exists already"):
@@ -64,7 +64,7 @@ def test_an_existing_directory_is_not_overwritten_unasked(saved, tokenizer):
     assert (path / "model.safetensors").read_bytes() == before
     model_dir.save(path, LoadedModel(model, tokenizer, {"history": [1]}), replace=True)
     assert json.loads((path / "provenance.json").read_text()) == {"history": [1]}
-    assert [p.name for p in path.parent.iterdir()] == ["model"], "nothing unfinished is left behind"
+    assert [p.name for p in path.parent.iterdir()] == ["model"], "no temporary directory is left"
 
 
 def test_missing_weights(saved):
@@ -94,12 +94,12 @@ def test_all_wrong_tensors_are_listed_at_once(saved):
     with pytest.raises(InputError) as raised:
         model_dir.load(path)
     message = str(raised.value)
-    assert "blocks.0.attention.query.kernel has shape (3, 3), the config asks for (32, 2, 16)" in message
+    assert "blocks.0.attention.query.kernel has shape (3, 3), the config needs (32, 2, 16)" in message
     assert "blocks.1.feedforward.up.bias has shape (5,)" in message
     assert "extra.weight is unknown" in message and "blocks.1.attention.out.bias is missing" in message
 
 
-def test_what_is_no_model_directory(tmp_path, saved):
+def test_other_directories_are_refused(tmp_path, saved):
     with pytest.raises(InputError, match="give a t2r model directory"):
         model_dir.load(tmp_path / "nowhere")
     with pytest.raises(InputError, match="builtin:tiny_lm"):
@@ -113,7 +113,7 @@ def test_what_is_no_model_directory(tmp_path, saved):
         model_dir.load(path)
 
 
-def test_the_model_that_ships_is_small_and_says_where_it_comes_from():
+def test_the_model_that_ships_is_small_and_has_its_provenance():
     path = model_dir.resolve("builtin:tiny_lm")
     assert sum(file.stat().st_size for file in path.iterdir()) < 8_000_000
     entry = model_dir.load(path).provenance["history"][0]

@@ -1,4 +1,4 @@
-"""Runs in processes of their own, for tests: a small config, its command, what it logged."""
+"""Helpers for tests that train in a subprocess: a small config, the command, and the logged losses."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ def get_config():
     config = default_config()
     config.steps = 24
     config.model = architecture("micro_lm", dropout=0.1, adaptive_cutoffs=())
-    config.convert.feature_map = "rfa"  # redraws its features at every step: the random state matters
+    config.convert.feature_map = "rfa"  # draws new random features at every step, so that the random key matters
     config.convert.features = 8
     config.data.source = "text:{text}"
     config.data.vocab_size = 300

@@ -1,4 +1,4 @@
-"""Optimizers and schedules against the formulas of the paper's toolkit, written out."""
+"""Optimizers and schedules against the formulas of fairseq, the paper's toolkit."""
 
 import math
 
@@ -29,11 +29,11 @@ def test_cosine_cycles_grow_longer_and_lower():
     def expected(step):
         if step < 16:
             return 1e-7 + (1 - 1e-7) * step / 16
-        now = step - 16
-        cycle = math.floor(math.log2(1 + now / 100))
-        length, begun = 100 * 2**cycle, 100 * (2**cycle - 1)
+        after_warmup = step - 16
+        cycle = math.floor(math.log2(1 + after_warmup / 100))
+        length, start = 100 * 2**cycle, 100 * (2**cycle - 1)
         low, high = 1e-4 * 0.75**cycle, 0.75**cycle
-        return low + 0.5 * (high - low) * (1 + math.cos(math.pi * (now - begun) / length))
+        return low + 0.5 * (high - low) * (1 + math.cos(math.pi * (after_warmup - start) / length))
 
     for step in [0, 1, 8, 15, 16, 17, 66, 115, 117, 200, 315, 317, 600, 714, 717, 999]:
         assert float(schedule(step)) == pytest.approx(expected(step), rel=1e-4, abs=1e-6), step
@@ -47,7 +47,7 @@ def test_inverse_square_root():
 
 
 def test_nesterov_is_the_papers_nag():
-    """fairseq's update, whose velocity carries the learning rate, under a schedule that changes it."""
+    """fairseq's update, whose velocity contains the learning rate, with a schedule that changes the rate."""
     options = fields(
         name="nesterov", momentum=0.9, learning_rate=0.1, schedule="inverse_sqrt", warmup_steps=3, clip_norm=0
     )
@@ -55,9 +55,9 @@ def test_nesterov_is_the_papers_nag():
     params = {"w": jnp.array([1.0, -2.0])}
     state = optimizer.init(params)
     p, velocity, last_rate = np.array([1.0, -2.0]), np.zeros(2), None
-    random = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for step in range(12):
-        gradient = random.normal(size=2)
+        gradient = rng.normal(size=2)
         rate = float(schedule(step))
         correction = rate / last_rate if last_rate else rate
         p = p + 0.81 * correction * velocity - 1.9 * rate * gradient
@@ -77,7 +77,7 @@ def test_adam_with_decoupled_decay_on_matrices_only():
     assert decayed(params) == {"a.kernel": True, "a.bias": False, "phi.bias": False}
     gradient = jax.tree.map(lambda x: 0.5 * jnp.ones_like(x), params)
     updates, _ = optimizer.update(gradient, optimizer.init(params), params)
-    np.testing.assert_allclose(updates["a.bias"], -0.01, rtol=1e-4)  # Adam's first step has the size of the rate
+    np.testing.assert_allclose(updates["a.bias"], -0.01, rtol=1e-4)  # Adam's first step equals the learning rate
     np.testing.assert_allclose(updates["a.kernel"], -0.01 - 0.01 * 0.1, rtol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""Two real processes that train one model: as one process, in numbers; killed, in a message."""
+"""Two real processes that train one model: they equal one process, and a killed one ends the other with a message."""
 
 import json
 import os
@@ -17,16 +17,16 @@ MESH = ["--config.mesh.data=1", "--config.mesh.fsdp=2", "--config.mesh.tensor=2"
 
 
 def start(config_file, workdir, *more, count=2):
-    """One run in several processes of two devices each."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    """Starts one run in several processes with two devices each."""
+    with socket.socket() as unused:
+        unused.bind(("localhost", 0))
+        port = unused.getsockname()[1]
     env = environment()
     env["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
-    together = [f"--coordinator=localhost:{port}", f"--processes={count}"]
+    distributed = [f"--coordinator=localhost:{port}", f"--processes={count}"]
     return [
         subprocess.Popen(
-            command(config_file, workdir, *MESH, *more, *together, f"--process={number}"), env=env, cwd=ROOT,
+            command(config_file, workdir, *MESH, *more, *distributed, f"--process={number}"), env=env, cwd=ROOT,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for number in range(count)
@@ -34,12 +34,12 @@ def start(config_file, workdir, *more, count=2):
 
 
 def finish(processes):
-    """(status, output, errors) of each; the library that CPUs talk through says a line of its own, or two halves."""
+    """(status, output lines, errors) of each process, without the lines that the communication library Gloo prints."""
     results = []
     for process in processes:
         out, errors = process.communicate(timeout=200)
-        said = [line for line in out.splitlines() if line and "[Gloo]" not in line and "peer ranks" not in line]
-        results.append((process.returncode, said, errors))
+        lines = [line for line in out.splitlines() if line and "[Gloo]" not in line and "peer ranks" not in line]
+        results.append((process.returncode, lines, errors))
     return results
 
 
@@ -48,8 +48,8 @@ def wait_for_steps(processes, workdir, count):
         time.sleep(0.01)
 
 
-def test_two_processes_are_one(config_file, tmp_path):
-    """Stopped by a SIGTERM to one of them, gone on with by one process alone: losses, checkpoints, model of one."""
+def test_two_processes_equal_one(config_file, tmp_path):
+    """Stopped by SIGTERM to one process, resumed by two, then by one: losses and model are those of one process."""
     workdir, constant = tmp_path / "two", "--config.optimizer.schedule=constant"
     processes = start(config_file, workdir, constant, "--config.steps=5000")
     wait_for_steps(processes, workdir, 11)
@@ -67,15 +67,15 @@ def test_two_processes_are_one(config_file, tmp_path):
 
     again = train(config_file, workdir, constant, "--config.optimizer.eps=1e-3", f"--config.steps={stopped + 4}")
     assert again.returncode == 0, again.stderr
-    alone = tmp_path / "one"
-    one = train(config_file, alone, constant, "--config.optimizer.eps=1e-3", f"--config.steps={stopped + 4}")
+    reference = tmp_path / "one"
+    one = train(config_file, reference, constant, "--config.optimizer.eps=1e-3", f"--config.steps={stopped + 4}")
     assert one.returncode == 0, one.stderr
-    found, expected = losses(workdir), losses(alone)
-    assert found.keys() == expected.keys()
-    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
-    arrays, wanted = (load_file(path / "model" / "model.safetensors") for path in (workdir, alone))
-    for name in wanted:
-        np.testing.assert_allclose(arrays[name], wanted[name], atol=1e-5)
+    actual, expected = losses(workdir), losses(reference)
+    assert actual.keys() == expected.keys()
+    np.testing.assert_allclose(list(actual.values()), list(expected.values()), rtol=1e-5)
+    arrays, expected_arrays = (load_file(path / "model" / "model.safetensors") for path in (workdir, reference))
+    for name in expected_arrays:
+        np.testing.assert_allclose(arrays[name], expected_arrays[name], atol=1e-5)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -91,5 +91,5 @@ def test_a_process_that_is_killed_ends_the_other_with_a_message(config_file, tmp
 
 def test_an_error_in_one_process_ends_both(config_file, tmp_path):
     for status, _, errors in finish(start(config_file, tmp_path / "run", "--config.data.batch=4000")):
-        known = {2: "fewer than data.batch=4000", 75: "has lost another one"}
-        assert known[status] in errors, errors
+        messages = {2: "fewer than data.batch=4000", 75: "has lost another one"}
+        assert messages[status] in errors, errors

@@ -1,4 +1,4 @@
-"""The training step: accumulation, sharding, precision, and which parameters it moves."""
+"""The training step: accumulation, data parallelism, precision, and which parameters it updates."""
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def test_the_loss_falls(plain):
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_the_forward_pass_alone_finds_the_same_loss():
+def test_the_forward_pass_has_the_same_loss():
     """With the same dropout, over two parts."""
     model = make_model(micro(layers=1, dropout=0.2))
     optimizer, mesh = make_optimizer(default_config().optimizer, 1), make_mesh(ConfigDict({"data": 2}))
@@ -71,7 +71,7 @@ def test_the_forward_pass_alone_finds_the_same_loss():
 
 
 @pytest.mark.parametrize("options", [dict(accumulate=4), dict(devices=2), dict(devices=2, accumulate=2)])
-def test_parts_and_devices_change_nothing(model, plain, options):
+def test_parts_and_devices_do_not_change_the_result(model, plain, options):
     losses, arrays = run(jax.tree.map(jnp.copy, model), **options)
     np.testing.assert_allclose(losses, plain[0], rtol=1e-5)
     assert error(arrays, plain[1]) < 1e-5
@@ -85,13 +85,14 @@ def test_bfloat16_follows_float32(plain):
 
 
 @pytest.mark.parametrize("trainable", ["all", "feature_maps", "all_but_feature_maps"])
-def test_only_what_should_train_trains(model, trainable):
+def test_only_trainable_parameters_change(model, trainable):
     before = {name: np.asarray(array) for name, array in arrays_of(model).items()}
     _, after = run(jax.tree.map(jnp.copy, model), steps=2, trainable=trainable)
-    moved = {name for name in before if not np.array_equal(before[name], after[name])}
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
     in_maps = {name for name in before if ".feature_map." in name}
     assert (
-        moved == {"all": set(before), "feature_maps": in_maps, "all_but_feature_maps": set(before) - in_maps}[trainable]
+        changed
+        == {"all": set(before), "feature_maps": in_maps, "all_but_feature_maps": set(before) - in_maps}[trainable]
     )
 
 
@@ -105,41 +106,41 @@ def test_converted_attention_or_the_decoder_can_train_alone():
     assert decoder == {name for name in trainable_names(hybrid, "all") if name.startswith("blocks.")}
 
 
-def pairs(rows, width, seed):
-    """A batch of sentence pairs of all lengths up to `width`."""
-    chance = np.random.default_rng(seed)
-    batch = Batch(np.full((rows, width + 1), PADDING), np.full((rows, width), PADDING))
-    for row, length in enumerate(chance.integers(1, width + 1, (rows, 2))):
-        batch.tokens[row, : length[0] + 1] = chance.integers(0, 60, length[0] + 1)
-        batch.source[row, : length[1]] = chance.integers(0, 60, length[1])
+def pairs(count, longest, seed):
+    """A batch of random sentence pairs with random lengths up to `longest`."""
+    rng = np.random.default_rng(seed)
+    batch = Batch(np.full((count, longest + 1), PADDING), np.full((count, longest), PADDING))
+    for i, (target, source) in enumerate(rng.integers(1, longest + 1, (count, 2))):
+        batch.tokens[i, : target + 1] = rng.integers(0, 60, target + 1)
+        batch.source[i, :source] = rng.integers(0, 60, source)
     return batch
 
 
 def test_a_step_of_pairs_is_the_mean_over_all_tokens_of_all_parts():
-    """Parts of other lengths, with rows of padding, on two devices, against one batch of everything on one."""
+    """Two parts of different lengths on two devices equal one batch of all pairs, with padding, on one device."""
     model = swap(make_model(micro_mt(layers=1)), features=4, cross_features=8)
     short, long = pairs(4, 5, 0), pairs(2, 9, 1)
-    wider = [np.pad(side, ((0, 2), (0, 4)), constant_values=PADDING) for side in short]  # two rows of padding
+    wider = [np.pad(side, ((0, 2), (0, 4)), constant_values=PADDING) for side in short]  # two pairs are only padding
     together = Batch(*(np.concatenate(sides) for sides in zip(wider, long)))
     options = default_config().optimizer
     options.update(learning_rate=0.01, warmup_steps=1)
     optimizer = make_optimizer(options, 2)
-    found = []
+    results = []
     for devices, parts in ((2, [short, long]), (1, [together])):
         state = init_state(jax.tree.map(jnp.copy, arrays_of(model)), trainable_names(model, "all"), optimizer, 0)
         step = make_step(Objective(model, 0.1), optimizer, make_mesh(ConfigDict({"data": devices})), state)
         state, result = step(state, parts)
-        found.append((result, state.trained))
+        results.append((result, state.trained))
     tokens = sum((part.tokens[:, 1:] != PADDING).sum() for part in (short, long))
-    assert int(found[0][0]["tokens"]) == int(found[1][0]["tokens"]) == tokens
-    assert error(found[0], found[1]) < 1e-5
+    assert int(results[0][0]["tokens"]) == int(results[1][0]["tokens"]) == tokens
+    assert error(results[0], results[1]) < 1e-5
 
 
 def test_label_smoothing_spreads_a_share_of_the_target():
     model = make_model(micro_mt(layers=1))
     x, targets = jax.random.normal(jax.random.key(0), (7, 32)), jnp.arange(7)
-    wanted = 0.9 * jax.nn.one_hot(targets, 60) + 0.1 / 60
-    expected = -(wanted * model.log_probs(x)).sum(-1)
+    smoothed = 0.9 * jax.nn.one_hot(targets, 60) + 0.1 / 60
+    expected = -(smoothed * model.log_probs(x)).sum(-1)
     np.testing.assert_allclose(model.embedding.loss(x[None], targets[None], smoothing=0.1)[0], expected, rtol=1e-5)
     with pytest.raises(InputError, match="label_smoothing"):
         make_model(micro()).embedding.loss(x[None], targets[None], smoothing=0.1)

@@ -1,4 +1,4 @@
-"""Training data that a model writes itself."""
+"""Training data that the teacher generates."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def models(tmp_path_factory, tokenizer):
     return folder
 
 
-def a_config(init_from, **fields):
+def make_config(init_from, **fields):
     config = default_config()
     config.init_from, config.model = str(init_from), pretrained()
     config.convert.update(feature_map="t2r", features=4)
@@ -38,31 +38,32 @@ def a_config(init_from, **fields):
     return config
 
 
-def test_a_language_model_writes_what_its_conversion_trains_on(models, tmp_path, tokenizer, monkeypatch):
-    """Its prompts in turn; each text closed; the last twentieth to validate on; written once, taken up if cut off."""
+def test_a_language_model_generates_training_texts(models, tmp_path, tokenizer, monkeypatch):
+    """Prompts are used in turn, each text is terminated, 5% validate; an interrupted generation resumes."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("The quick fox\nThe old lamp\n")
-    config = a_config(models / "lm", prompts=str(prompts))
-    write, calls = teacher.generate_tokens, []
+    config = make_config(models / "lm", prompts=str(prompts))
+    generate, calls = teacher.generate_tokens, []
 
-    def dies_at_the_second(*arguments, **options):
+    def interrupted_at_the_second_call(*arguments, **options):
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return write(*arguments, **options)
+        return generate(*arguments, **options)
 
-    monkeypatch.setattr(teacher, "generate_tokens", dies_at_the_second)
+    monkeypatch.setattr(teacher, "generate_tokens", interrupted_at_the_second_call)
     with pytest.raises(KeyboardInterrupt):
         teacher.written_tokens(config, tmp_path, tokenizer)
     ids, ends = teacher.written_tokens(config, tmp_path, tokenizer)
-    assert len(calls) == 4 and len(ends) == 20  # of three batches, the first was kept
+    assert len(calls) == 4 and len(ends) == 20  # three batches, of which the second was generated twice
     texts = [text.tolist() for text in np.split(ids, ends[:-1])]
-    begins = [tokenizer.encode(line) for line in prompts.read_text().splitlines()]
+    encoded_prompts = [tokenizer.encode(line) for line in prompts.read_text().splitlines()]
     for number, text in enumerate(texts):
-        begin = begins[number % 2]
-        assert text[: len(begin)] == begin and text[-1] == tokenizer.end and len(begin) < len(text) <= len(begin) + 9
+        prompt = encoded_prompts[number % 2]
+        assert text[: len(prompt)] == prompt and text[-1] == tokenizer.end
+        assert len(prompt) < len(text) <= len(prompt) + 9
     assert len({tuple(text) for text in texts}) > 10
-    model, _, _ = build(config, tmp_path)
+    model = build(config, tmp_path).model
     task = make_task(config, tmp_path, model, tokenizer, 1)
     assert len(calls) == 4 and next(task.batches())[0].whole().tokens.shape == (4, 13)
     assert 1 < task.validate(model) < 1e4
@@ -71,35 +72,35 @@ def test_a_language_model_writes_what_its_conversion_trains_on(models, tmp_path,
 
 
 def test_a_translation_model_translates_the_sources_of_a_corpus(models, tmp_path):
-    """As `translate` does, greedily; the corpus's own targets are not read, sources that come twice are one."""
+    """Equal to greedy `translate`; the targets of the corpus are not read, and duplicate sources are removed."""
     table = tmp_path / "pairs.tsv"
     lines = ["The old fox", "A boat", "The lamp counts seven foxes", "A boat"]
-    table.write_text("".join(f"{line}\tno matter what\n" for line in lines))
+    table.write_text("".join(f"{line}\tunused target\n" for line in lines))
     content = model_dir.load(models / "mt")
-    config = a_config(models / "mt", temperature=0.0)
+    config = make_config(models / "mt", temperature=0.0)
     config.data.length = 40
-    found = teacher.written_pairs(config, tmp_path, f"tsv:{table}", "all", content.tokenizer)
-    assert len(found) == 3
+    pairs = teacher.written_pairs(config, tmp_path, f"tsv:{table}", "all", content.tokenizer)
+    assert len(pairs) == 3
     expected = translate_lines(content, lines[:3], TranslateOptions(beam=Beam(1), batch=3))
     target = content.tokenizer.target
-    for pair in (found[number] for number in range(3)):
+    for pair in (pairs[number] for number in range(3)):
         source = target.decode(list(pair.source)[:-1])
         written = target.decode([int(i) for i in pair.target[1:-1]])
-        (wanted,) = expected[lines.index(source)]
-        assert written == "" or " ".join(written.split()) == wanted.text
+        (hypothesis,) = expected[lines.index(source)]
+        assert written == "" or " ".join(written.split()) == hypothesis.text
 
 
-def test_spliced_sources_are_clauses_of_two_and_small_corpora_have_an_equal_part():
+def test_spliced_sources_have_clauses_of_two_sentences_from_all_corpora_equally():
     large, small = [f"large {i}, and more; too." for i in range(50)], ["small, and few.", "no clause"]
-    found = list(teacher.spliced([large, small], 400, seed=1))
-    assert found == list(teacher.spliced([large, small], 400, seed=1)) and len(set(found)) > 100
-    assert {"small, too.", "small, and few.", "no clauseno clause"} <= set(found)
-    beginnings = [text.startswith(("small", "no")) for text in found]
-    assert 150 < sum(beginnings) < 250
-    assert all(text.startswith(("large", "small,", "no clause")) and text[-1] in ".e" for text in found)
+    texts = list(teacher.spliced([large, small], 400, seed=1))
+    assert texts == list(teacher.spliced([large, small], 400, seed=1)) and len(set(texts)) > 100
+    assert {"small, too.", "small, and few.", "no clauseno clause"} <= set(texts)
+    from_small = [text.startswith(("small", "no")) for text in texts]
+    assert 150 < sum(from_small) < 250
+    assert all(text.startswith(("large", "small,", "no clause")) and text[-1] in ".e" for text in texts)
 
 
-def test_sources_add_up(tmp_path):
+def test_sources_can_be_concatenated(tmp_path):
     for name in "ab":
         (tmp_path / name).write_text(f"text of {name}\n")
         (tmp_path / f"{name}.tsv").write_text(f"{name} one\teins\n{name} two\tzwei\n")
@@ -109,7 +110,7 @@ def test_sources_add_up(tmp_path):
     assert [source for source, _ in pairs] == ["a one", "a two", "b one", "b two"]
 
 
-def test_a_teacher_must_be_there():
+def test_a_teacher_needs_a_pretrained_model():
     config = default_config()
     config.teacher.update(writes=True, texts=3, soft=2.0, transfer_steps=5)
     problems = (

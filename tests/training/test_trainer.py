@@ -1,4 +1,4 @@
-"""Whole runs, in processes of their own: killed at any moment and started again, they end the same."""
+"""Whole runs in subprocesses: a run that is killed at any moment and resumed ends exactly like an uninterrupted one."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def kill_when(process, condition):
     return False
 
 
-def test_killed_runs_end_as_if_nothing_had_happened(config_file, tmp_path):
+def test_killed_runs_resume_exactly(config_file, tmp_path):
     """kill -9 several times: between steps, while a checkpoint is being written, and right after one."""
     whole = train(config_file, tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
@@ -69,18 +69,18 @@ def test_killed_runs_end_as_if_nothing_had_happened(config_file, tmp_path):
 
     workdir = tmp_path / "killed"
     folder = workdir / "checkpoints"
-    chance = random.Random(0)
+    rng = random.Random(0)
 
     def logged():
         return len(losses(workdir))
 
-    def writing():  # orbax writes under another name and renames
+    def writing():  # orbax writes under a temporary name
         return folder.exists() and any("tmp" in p.name for p in folder.iterdir())
 
     moments = [
         lambda: logged() >= 2,  # before the first checkpoint
         writing,
-        lambda: logged() >= 8 + chance.randrange(3),
+        lambda: logged() >= 8 + rng.randrange(3),
         lambda: writing() and logged() >= 12,
     ]
     kills = 0
@@ -103,8 +103,8 @@ def test_killed_runs_end_as_if_nothing_had_happened(config_file, tmp_path):
     assert steps == sorted(set(steps)), "each step is logged once"
 
 
-def test_killed_runs_on_pairs_end_the_same_and_average_their_checkpoints(tmp_path):
-    """The result of a run is the mean of the parameters of its last checkpoints."""
+def test_killed_runs_on_pairs_resume_exactly_and_average_their_checkpoints(tmp_path):
+    """The final model is the mean of the parameters of the last checkpoints."""
     config_file = pairs_config(tmp_path)
     whole = train(config_file, tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
@@ -127,7 +127,7 @@ def test_killed_runs_on_pairs_end_the_same_and_average_their_checkpoints(tmp_pat
 
 
 def checkpoint_arrays(folder):
-    """Parameters straight from orbax's files."""
+    """Parameters read with orbax, without t2r."""
     import orbax.checkpoint as ocp
 
     state = ocp.StandardCheckpointer().restore(folder / "state")
@@ -135,7 +135,7 @@ def checkpoint_arrays(folder):
 
 
 def test_data_and_model_must_agree(tmp_path, text_file):
-    """And two tokenizers mean two embeddings."""
+    """Also: two tokenizers mean two embeddings."""
     name = str(pairs_config(tmp_path, "joint_tokenizer=False, source_vocab_size=310"))
     for field, value, message in [
         ("source", f"text:{text_file}", "is text, but the model is a translation model: it needs pairs"),
@@ -151,7 +151,7 @@ def test_data_and_model_must_agree(tmp_path, text_file):
 
 
 def test_a_run_survives_sigterm_a_damaged_checkpoint_and_another_mesh(config_file, tmp_path):
-    """Stopped on four devices, its newest checkpoint cut short, gone on with on two others: the losses of one."""
+    """Stopped on four devices, its newest checkpoint truncated, resumed on two: the losses of one device."""
     workdir, constant = tmp_path / "run", "--config.optimizer.schedule=constant"
 
     def devices(count):
@@ -167,7 +167,7 @@ def test_a_run_survives_sigterm_a_damaged_checkpoint_and_another_mesh(config_fil
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGTERM and "stopped as asked, at step" in errors, errors
+    assert process.returncode == 128 + signal.SIGTERM and "stopped by SIGTERM after step" in errors, errors
     stopped = max(losses(workdir))
     assert str(stopped) in [path.name for path in (workdir / "checkpoints").iterdir()]
 
@@ -179,12 +179,12 @@ def test_a_run_survives_sigterm_a_damaged_checkpoint_and_another_mesh(config_fil
     )  # fmt: skip
     assert final.returncode == 0, final.stderr
     assert f"the checkpoint of step {stopped} is damaged" in final.stderr and "continuing at step" in final.stderr
-    assert list((workdir / "checkpoints.damaged").iterdir()), "nothing is thrown away"
+    assert list((workdir / "checkpoints.damaged").iterdir()), "damaged checkpoints are not deleted"
     whole = train(config_file, tmp_path / "whole", constant, steps)
     assert whole.returncode == 0, whole.stderr
-    found, expected = losses(workdir), losses(tmp_path / "whole")
-    assert found.keys() == expected.keys()
-    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-4)
+    actual, expected = losses(workdir), losses(tmp_path / "whole")
+    assert actual.keys() == expected.keys()
+    np.testing.assert_allclose(list(actual.values()), list(expected.values()), rtol=1e-4)
 
     truncate(workdir / "checkpoints")
     before = sorted(path.name for path in (workdir / "checkpoints").iterdir())
@@ -201,7 +201,7 @@ def truncate(folder):
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def test_a_run_goes_on_with_more_steps_but_not_with_another_config(config_file, tmp_path, capsys):
+def test_a_run_resumes_with_more_steps_but_not_with_another_config(config_file, tmp_path, capsys):
     workdir = tmp_path / "run"
 
     def run(**fields):
@@ -212,7 +212,7 @@ def test_a_run_goes_on_with_more_steps_but_not_with_another_config(config_file, 
 
     with pytest.raises(InputError, match="fewer than"):
         run(data=dict(batch=4000))
-    run(steps=4)  # a mistake that was mended is no other run
+    run(steps=4)  # a config that failed before its first step does not count as the config of the run
     assert run(steps=6)["steps"] == 6 and "continuing at step 4 of 6" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"config.seed was 0, is 7(.|\n)*config.accumulate was"):
         run(seed=7, accumulate=1)
@@ -222,7 +222,7 @@ def test_a_run_goes_on_with_more_steps_but_not_with_another_config(config_file, 
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(config_file, tmp_path):
-    """Step 1 leaves parameters so large that step 2 overflows; the checkpoint in between stays, no model appears."""
+    """Step 1 makes parameters so large that step 2 overflows; the checkpoint of step 1 stays, no model is written."""
     workdir = tmp_path / "run"
     bad = dict(learning_rate=1e30, warmup_steps=0, clip_norm=0.0)
     run = train(
@@ -260,7 +260,7 @@ def test_bad_configs_get_one_clear_error(config_file, tmp_path, monkeypatch, cap
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
-def test_a_config_file_with_a_mistake_says_where(tmp_path, capsys):
+def test_an_error_in_a_config_file_names_the_file(tmp_path, capsys):
     path = tmp_path / "config.py"
     path.write_text(
         "from t2r.training.config import default_config\n\n"
@@ -274,26 +274,26 @@ def test_a_config_file_with_a_mistake_says_where(tmp_path, capsys):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 2 MiB, in memory; only a superuser may have one."""
+    """A file system of 2 MiB in memory; mounting one needs root."""
     folder = tmp_path / "small"
     folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {made.stderr.strip()}")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
     yield folder
     subprocess.run(["umount", folder], check=True)
 
 
 def test_a_full_disk_stops_the_run_and_loses_nothing(config_file, tmp_path, small_disk):
-    """With room again, it goes on to the losses of a run that had it all along."""
+    """With more space it resumes, and its losses equal those of a run with enough space."""
     workdir, keep, steps = small_disk / "run", "--config.keep_checkpoints=100", "--config.steps=60"
     stopped = train(config_file, workdir, keep, steps)
     assert stopped.returncode == 2, stopped.stderr
     assert f"error: the disk of {workdir} is full" in stopped.stderr
-    kept = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
-    assert kept and f"Intact: the checkpoints of steps {', '.join(map(str, kept))}." in stopped.stderr
+    saved = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
+    assert saved and f"Intact: the checkpoints of steps {', '.join(map(str, saved))}." in stopped.stderr
     subprocess.run(["mount", "-o", "remount,size=40m", small_disk], check=True)
     final, whole = train(config_file, workdir, keep, steps), train(config_file, tmp_path / "whole", keep, steps)
     assert final.returncode == whole.returncode == 0, final.stderr
-    assert f"continuing at step {kept[-1]} of 60" in final.stderr
+    assert f"continuing at step {saved[-1]} of 60" in final.stderr
     assert losses(workdir) == losses(tmp_path / "whole")

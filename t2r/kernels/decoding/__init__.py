@@ -1,1 +1,1 @@
-"""Kernels of a decoding step, for models that they suit: five for each layer, or one for all."""
+"""Kernels of a decoding step on a GPU: five for each layer, or for some models one for all layers."""

@@ -1,4 +1,4 @@
-// What one_kernel.cu asks of a GPU: NVIDIA, compute capability 9.0 and later. One function for each instruction or two.
+// The GPU instructions that one_kernel.cu uses, one or two to a function: NVIDIA, compute capability 9.0 and later.
 
 typedef unsigned u32;
 typedef unsigned long long u64;
@@ -8,110 +8,116 @@ typedef unsigned long long u64;
   extern __shared__ __align__(128) unsigned char memory_[];  \
   Type& name = *(Type*)memory_
 
-u32 address(const void* here) { return (u32)__cvta_generic_to_shared(here); }
+u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
-u32 at(const void* here, int rank) {  // the same place in another block's memory
-  u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address(here)), "r"(rank));
-  return there;
+u32 address_at_rank(const void* pointer, int rank) {  // the same offset in the shared memory of another block
+  u32 result;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(shared_address(pointer)), "r"(rank));
+  return result;
 }
 
-void meet_cluster() {
+void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Barriers that count bytes. They turn to their next phase when all that was expected has arrived.
+// Barriers in shared memory that count bytes (mbarrier). A phase ends when all bytes expected in it have arrived.
 
-void begin(u64* arrived) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(arrived)) : "memory");
+void init_barrier(u64* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 
-void all_have_begun() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-void expect(u64* arrived, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(arrived)), "r"(bytes) : "memory");
+void expect_bytes(u64* barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-#define WAIT(scope)                                                                                            \
-  asm volatile("{\n.reg .pred there;\nagain:\nmbarrier.try_wait.parity.acquire." scope                        \
-               ".shared::cta.b64 there, [%0], %1;\n@!there bra again;\n}" ::"r"(address(arrived)), "r"(parity) \
+#define WAIT(scope)                                                                                                \
+  asm volatile("{\n.reg .pred done;\nretry:\nmbarrier.try_wait.parity.acquire." scope                             \
+               ".shared::cta.b64 done, [%0], %1;\n@!done bra retry;\n}" ::"r"(shared_address(barrier)), "r"(parity) \
                : "memory")
 
-void wait_for_sent(u64* arrived, u32 parity) { WAIT("cluster"); }
-void wait_for_fetched(u64* arrived, u32 parity) { WAIT("cta"); }
+void wait_for_sends(u64* barrier, u32 parity) { WAIT("cluster"); }  // of other blocks
+void wait_for_loads(u64* barrier, u32 parity) { WAIT("cta"); }      // from global memory
 
-// What goes to another block's memory, or comes from the GPU's, while threads do something else.
+// Asynchronous copies: to another block's shared memory (send), and from global memory (load). They report their bytes
+// to a barrier of the receiving block.
 
-void send(const void* place, int rank, float4 x, const u64* arrived) {
+void send(const void* to, int rank, float4 x, const u64* barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-               ::"r"(at(place, rank)), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(at(arrived, rank)) : "memory");
+               ::"r"(address_at_rank(to, rank)), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w),
+               "r"(address_at_rank(barrier, rank)) : "memory");
 }
 
-void send(const void* place, int rank, uint2 x, const u64* arrived) {
+void send(const void* to, int rank, uint2 x, const u64* barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];"
-               ::"r"(at(place, rank)), "r"(x.x), "r"(x.y), "r"(at(arrived, rank)) : "memory");
+               ::"r"(address_at_rank(to, rank)), "r"(x.x), "r"(x.y), "r"(address_at_rank(barrier, rank)) : "memory");
 }
 
-void send(const void* place, int rank, uint4 x, const u64* arrived) {
+void send(const void* to, int rank, uint4 x, const u64* barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];"
-               ::"r"(at(place, rank)), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(at(arrived, rank)) : "memory");
+               ::"r"(address_at_rank(to, rank)), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w),
+               "r"(address_at_rank(barrier, rank)) : "memory");
 }
 
-void fetch(void* place, const void* from, u32 bytes, u64* arrived) {
+void load_async(void* to, const void* from, u32 bytes, u64* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(address(place)), "l"(from), "r"(bytes), "r"(address(arrived)) : "memory");
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
-// And what goes to the GPU's memory. Threads that have written it say so; then one stores it, and waits.
+// Asynchronous stores to global memory. Threads that have written the data call the fence; then one thread stores it,
+// commits, and waits until the data has been read, or until it has been stored.
 
-void is_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+void fence_before_store() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-void store(void* to, const void* from, u32 bytes) {
+void store_async(void* to, const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-               ::"l"(to), "r"(address(from)), "r"(bytes) : "memory");
+               ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
 }
 
-void all_is_asked_for() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 void wait_until_stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// What all blocks read and write.
+// Global memory that all blocks read and write.
 
-float4 read(const float* from) {
+float4 load_global(const float* from) {
   float4 x;
   asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(from) : "memory");
   return x;
 }
 
-void add_to(float* place, float4 x) {
+void atomic_add(float* to, float4 x) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-               ::"l"(place), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+               ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
 
-void count(u32* counter) {  // after all that this block has written
+void increment(u32* counter) {  // after all that this block has written
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-void wait_for_count(const u32* counter, u32 enough) {
-  u32 there = 0;
-  for (u32 tries = 0; there < enough; tries++) {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(counter) : "memory");
-    if (tries > 1u << 24) __trap();  // some blocks never came: they have no place on this GPU
+void wait_for_count(const u32* counter, u32 target) {
+  u32 value = 0;
+  for (u32 tries = 0; value < target; tries++) {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+    if (tries > 1u << 24) __trap();  // some blocks never arrive: this GPU does not run all of them at once
   }
 }
 
 // Tensor cores.
 
-u32 bfloats(float low, float high) {
+u32 to_bfloats(float low, float high) {
   u32 both;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
 
-void multiply(float (&sum)[4], uint4 texts, u32 low, u32 high) {  // adds 16 texts · 8 rows, of 16 columns
+// sum += x · weightsᵀ for 16 sequences, 8 outputs and 16 inputs; inputs 0 to 7 are in `low`, 8 to 15 in `high`.
+void multiply_add(float (&sum)[4], uint4 x, u32 low, u32 high) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(texts.x), "r"(texts.y), "r"(texts.z), "r"(texts.w), "r"(low), "r"(high));
+      : "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(low), "r"(high));
 }

@@ -1,11 +1,11 @@
-"""A language model's whole decoding step, up to its words, as one kernel (CUDA, compute capability 9.0).
+"""All layers of a language model's decoding step as one kernel (CUDA, compute capability 9.0).
 
-Five kernels for each layer, as `fused` has them, spend most of their time on starting, and on waiting for what the one
-before has written. The kernel of `one_kernel.cu` starts once. It is for what the paper's language models are, all
-layers T2R with merged maps, and for up to 16 texts. Here is what it reads, and how it is called.
+The five kernels for each layer of `layer_kernels` spend most of their time on launches and on waiting for what the
+kernel before has written. The kernel of `one_kernel.cu` is launched once. It is for the paper's language models, with
+merged T2R attention in all layers, and for up to 16 sequences. This module packs the weights and launches it.
 
-Blocks of threads add up in the order in which they come, so the last bits of a text's numbers may differ from run to
-run; with kernels="off" they never do.
+Thread blocks add their results in the order in which they finish, so the last bits of activations may differ from run
+to run; with kernels="off" they do not.
 """
 
 import functools
@@ -19,174 +19,195 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
 from t2r.kernels.decoding import cuda
-from t2r.kernels.decoding.support import FEEDERS, MEMORY, RANKS, THREADS
-from t2r.kernels.decoding.support import ONE_KERNEL_TEXTS as TEXTS
-from t2r.kernels.decoding.tiles import Matrix
+from t2r.kernels.decoding.support import CLUSTERS, RANKS, SHARED_MEMORY, THREADS
+from t2r.kernels.decoding.support import ONE_KERNEL_SEQUENCES as SEQUENCES
+from t2r.kernels.decoding.tiles import Matrix, rearrange
 from t2r.normalizer import Normalizer
+
+UPDATE_BUFFERS = 3  # one_kernel.cu adds to one of them, while another is read and the third is set to zero
+COUNTER_STRIDE = 32  # each rank's counter has a cache line of its own: 32 values of 4 bytes
 
 
 class PackedLayers(NamedTuple):
-    """What blocks of threads read of all layers: matrices as fragments, and what belongs to their rows."""
+    """All layers' weights for each thread block: matrices as tensor-core fragments, and vectors (see `_pack_layer`)."""
 
     head_chunks: UInt32[Array, "head_blocks layers a"]
     feed_chunks: UInt32[Array, "feed_blocks layers b"]
-    head_rows: Float[Array, "head_blocks layers c"]
-    feed_rows: Float[Array, "feed_blocks layers d"]
+    head_vectors: Float[Array, "head_blocks layers c"]
+    feed_vectors: Float[Array, "feed_blocks layers d"]
 
 
-def units(feedforward: int, feeders: int) -> int:
-    """Of the feed-forward that are a cluster's; some of the last may be nobody's."""
-    return -(-feedforward // (32 * feeders)) * 32
+def units_per_cluster(feedforward: int, clusters: int) -> int:
+    """How many feed-forward units a cluster computes: a multiple of 32, so the last cluster may have padding units."""
+    return -(-feedforward // (32 * clusters)) * 32
 
 
 def pack(
-    layers: Sequence[tuple[Matrix, Matrix, Matrix, Matrix]], heads: int, features: int, feeders: int = FEEDERS
+    layers: Sequence[tuple[Matrix, Matrix, Matrix, Matrix]], heads: int, features: int, clusters: int = CLUSTERS
 ) -> PackedLayers:
-    """Each layer's queries, keys and values as one, output projection, and feed-forward up and down."""
-    packed = [_pack_layer(*layer, heads, features, feeders) for layer in layers]
+    """Packs each layer's (qkv, out, up, down), with norms folded in."""
+    packed = [_pack_layer(*layer, heads, features, clusters) for layer in layers]
     return PackedLayers(*(jnp.stack(arrays, 1) for arrays in zip(*packed)))
 
 
-def _pack_layer(projections: Matrix, out: Matrix, up: Matrix, down: Matrix, heads: int, features: int, feeders: int):
-    """Divided among clusters (the first axis) and their ranks (the second)."""
-    count = units(len(up.bias), feeders) * feeders
-    up = Matrix(*(jnp.pad(x, [(0, count - len(x)), *[(0, 0)] * (x.ndim - 1)]) for x in up))
-    down = down._replace(rows=jnp.pad(down.rows, [(0, 0), (0, count - down.rows.shape[1])]))
-    of_heads = [
-        jnp.concatenate([part.reshape(heads, -1, *part.shape[1:]) for part in jnp.split(x, _kinds(heads, features))], 1)
-        for x in projections
-    ]
-    rows, up_rows = (x.astype(jnp.bfloat16) for x in (of_heads[0], up.rows))
-    sums, up_sums = (x.sum(-1, dtype=jnp.float32) for x in (rows, up_rows))
-    units_of = (feeders, RANKS, -1)
+def _pack_layer(qkv: Matrix, out: Matrix, up: Matrix, down: Matrix, heads: int, features: int, clusters: int):
+    """The four arrays of `PackedLayers` for one layer, (blocks, size): a block is a rank of a cluster.
+
+    Attention: a cluster has a head. Feed-forward: a cluster has `units_per_cluster` units. Of the first matrix of each
+    (qkv, up) a rank has a slice of the inputs, of the second (out, down) a slice of the outputs.
+    """
+    units = units_per_cluster(len(up.bias), clusters) * clusters
+    up = Matrix(*(jnp.pad(x, [(0, units - len(x)), *[(0, 0)] * (x.ndim - 1)]) for x in up))
+    down = down._replace(weights=jnp.pad(down.weights, [(0, 0), (0, units - down.weights.shape[1])]))
+    qkv_weights, qkv_bias = (_by_head(x, heads, features) for x in qkv)
+    qkv_weights, up_weights = (x.astype(jnp.bfloat16) for x in (qkv_weights, up.weights))
+    qkv_sums, up_sums = (x.sum(-1, dtype=jnp.float32) for x in (qkv_weights, up_weights))
+    by_rank = (clusters, RANKS, -1)
     return (
-        _together(_fragments(_columns(rows)), _fragments(_outputs(out.rows, heads))),
-        _together(
-            _fragments(_columns(up_rows.reshape(feeders, -1, up_rows.shape[1]))),
-            _fragments(_outputs(down.rows, feeders), by_columns=True),
+        _concatenate(_fragments(_split_inputs(qkv_weights)), _fragments(_split_outputs(out.weights, heads))),
+        _concatenate(
+            _fragments(_split_inputs(up_weights.reshape(clusters, -1, up_weights.shape[1]))),
+            _fragments(_split_outputs(down.weights, clusters), by_inputs=True),
         ),
-        _together(_of_all_ranks(sums), _of_all_ranks(of_heads[1])),
-        _together(
-            up_sums.reshape(units_of),
-            up.bias.reshape(units_of),
-            _slices(down.bias, feeders),
-            _slices(out.bias, feeders),
+        _concatenate(_repeat_for_ranks(qkv_sums), _repeat_for_ranks(qkv_bias)),
+        _concatenate(
+            up_sums.reshape(by_rank),
+            up.bias.reshape(by_rank),
+            _split_by_rank(down.bias, clusters),
+            _split_by_rank(out.bias, clusters),
         ),
     )
 
 
-def _kinds(heads: int, features: int) -> list[int]:
-    """Where keys begin, and values."""
-    return [heads * features, 2 * heads * features]
+def _by_head(x: Float[Array, "outputs *inputs"], heads: int, features: int) -> Float[Array, "heads qkv *inputs"]:
+    """Brings each head's query, key and value together; x has the queries of all heads, then keys, then values."""
+    first_key, first_value = heads * features, 2 * heads * features
+    kinds = jnp.split(x, [first_key, first_value])
+    return jnp.concatenate([kind.reshape(heads, -1, *kind.shape[1:]) for kind in kinds], 1)
 
 
-def _of_all_ranks(of_rows: Float[Array, "clusters n"]) -> Float[Array, "clusters ranks n"]:
-    return jnp.repeat(of_rows[:, None], RANKS, 1)
+def _repeat_for_ranks(vectors: Float[Array, "clusters n"]) -> Float[Array, "clusters ranks n"]:
+    return jnp.repeat(vectors[:, None], RANKS, 1)
 
 
-def _slices(bias: Float[Array, "n"], clusters: int) -> Float[Array, "clusters ranks n/ranks"]:
+def _split_by_rank(bias: Float[Array, "n"], clusters: int) -> Float[Array, "clusters ranks n/ranks"]:
     return jnp.repeat(bias.reshape(1, RANKS, -1), clusters, 0)
 
 
-def _columns(rows: Float[Array, "clusters n k"]) -> Float[Array, "clusters ranks n k/ranks"]:
-    return rows.reshape(*rows.shape[:2], RANKS, -1).swapaxes(1, 2)
+def _split_inputs(weights: Float[Array, "clusters n k"]) -> Float[Array, "clusters ranks n k/ranks"]:
+    clusters, outputs, _ = weights.shape
+    sizes = dict(cluster=clusters, output=outputs, rank=RANKS, input=-1)
+    return rearrange(weights, sizes, "cluster rank output input")
 
 
-def _outputs(rows: Float[Array, "n k"], clusters: int) -> Float[Array, "clusters ranks n/ranks k/clusters"]:
-    return rows.reshape(RANKS, -1, clusters, rows.shape[1] // clusters).transpose(2, 0, 1, 3)
+def _split_outputs(weights: Float[Array, "n k"], clusters: int) -> Float[Array, "clusters ranks n/ranks k/clusters"]:
+    sizes = dict(rank=RANKS, output=-1, cluster=clusters, input=weights.shape[1] // clusters)
+    return rearrange(weights, sizes, "cluster rank output input")
 
 
-def _fragments(rows: Float[Array, "c r n k"], by_columns: bool = False) -> UInt32[Array, "c r size"]:
-    """Rows 4t + 2b + e of 16 as tensor cores take them, 8 at once, and four columns of a thread side by side.
+def _fragments(weights: Float[Array, "c r n k"], by_inputs: bool = False) -> UInt32[Array, "c r size"]:
+    """Weights as threads read them, two bfloat16 values in 32 bits: 32 × 32 blocks of fragments for tensor cores.
 
-    After 32 rows come the next 32 columns of these, or `by_columns` the next rows.
+    A fragment is 8 outputs of 32 inputs; its 32 threads, (output_quad, output_parity, input_quad), have 16 bytes each.
+    Blocks are ordered by outputs, then by inputs; with `by_inputs`, by inputs, then by outputs.
     """
-    c, r, n, k = rows.shape
-    apart = rows.astype(jnp.bfloat16).reshape(c, r, n // 32, 2, 4, 2, 2, k // 32, 2, 4, 2, 2)
-    #       cluster, rank, 32 rows, 16 rows, t, b, e, 32 columns, 16 columns, thread, pair, column → as it is read
-    order = (7, 2) if by_columns else (2, 7)
-    pairs = apart.transpose(0, 1, *order, 3, 5, 4, 6, 9, 8, 10, 11).reshape(c, r, -1, 2)
+    clusters, ranks, outputs, inputs = weights.shape
+    sizes = dict(cluster=clusters, rank=ranks)  # then the axes of an output, from coarse to fine, and of an input
+    sizes |= dict(output_block=outputs // 32, output_half=2, output_quad=4, output_pair=2, output_parity=2)
+    sizes |= dict(input_block=inputs // 32, input_half=2, input_quad=4, input_pair=2, input_parity=2)
+    blocks = "input_block output_block" if by_inputs else "output_block input_block"
+    fragment, thread = "output_half output_pair", "output_quad output_parity input_quad"
+    order = f"cluster rank {blocks} {fragment} {thread} input_half input_pair input_parity"
+    pairs = rearrange(weights.astype(jnp.bfloat16), sizes, order).reshape(clusters, ranks, -1, 2)
     return jax.lax.bitcast_convert_type(pairs, jnp.uint32)
 
 
-def _together(*parts: Array) -> Array:
-    """What is a block's, one after the other."""
+def _concatenate(*parts: Array) -> Array:
+    """(clusters, ranks, …) arrays as one of (blocks, size), a block's parts one after the other."""
     parts = [x if x.dtype == jnp.uint32 else x.astype(jnp.float32) for x in parts]
     return jnp.concatenate([x.reshape(x.shape[0] * x.shape[1], -1) for x in parts], 1)
 
 
-def take_step(
+def run(
     x: Float[Array, "b width"],
-    blocks: PackedLayers,
+    layers: PackedLayers,
     states: tuple[Any, ...],
     keep: Bool[Array, "b"],
     config: Any,
     normalizer: Normalizer,
 ) -> tuple[Float[Array, "b width"], tuple[Any, ...]]:
-    """The stream after all layers, and the states; those of texts not to `keep` stay as they are."""
-    texts, features = len(x), states[0].z.shape[-1]
-    kernel = _compiled(tuple(definitions(config, features, texts, normalizer).items()))
-    given, changed = arguments(x, blocks, states, keep)
+    """The residual stream after all layers, and the new states; those of sequences not to `keep` do not change."""
+    batch, features = len(x), states[0].z.shape[-1]
+    kernel = _compile(tuple(definitions(config, features, batch, normalizer).items()))
+    inputs, updated = arguments(x, layers, states, keep)
     call = jax.ffi.ffi_call(
         "__gpu$xla.gpu.ptx",
-        [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in changed],
-        input_output_aliases={len(given) + index: index for index in range(len(changed))},
+        [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in updated],
+        input_output_aliases={len(inputs) + index: index for index in range(len(updated))},
     )
-    size = dict(grid_x=FEEDERS * RANKS, grid_y=1, grid_z=1, block_x=THREADS, block_y=1, block_z=1)
-    launch = {name: np.int32(number) for name, number in dict(size, shared_mem_bytes=MEMORY).items()}
-    found = call(*given, *changed, name="decode_step", kernel_type="ptx", kernel_data=kernel, **launch)
-    return results(found, x.shape, states)
+    size = dict(grid_x=CLUSTERS * RANKS, grid_y=1, grid_z=1, block_x=THREADS, block_y=1, block_z=1)
+    launch = {name: np.int32(value) for name, value in dict(size, shared_mem_bytes=SHARED_MEMORY).items()}
+    outputs = call(*inputs, *updated, name="decode_step", kernel_type="ptx", kernel_data=kernel, **launch)
+    return results(outputs, x.shape, states)
 
 
-def arguments(x: Array, blocks: PackedLayers, states: tuple[Any, ...], keep: Array) -> tuple[list, list]:
-    """What the kernel reads, and what it changes: its work space, which begins with the stream, and states."""
-    fill = (0, TEXTS - len(x))
-    stream = jnp.pad(x.astype(jnp.float32), [fill, (0, 0)])
-    counters = 32 * RANKS  # a cache line for each rank
-    work = jnp.pad(stream.reshape(-1), (0, 3 * stream.size + counters))  # and three changes of it
-    given = [*blocks, jnp.pad(keep.astype(jnp.float32), fill)]
-    return given, [work, *(array for state in states for array in (state.S, state.z))]
+def arguments(x: Array, layers: PackedLayers, states: tuple[Any, ...], keep: Array) -> tuple[list, list]:
+    """The arrays that the kernel reads, and those that it updates in place: its work space, and the states.
+
+    The work space is the residual stream, `UPDATE_BUFFERS` arrays of its size, and counters.
+    """
+    padding = (0, SEQUENCES - len(x))
+    stream = jnp.pad(x.astype(jnp.float32), [padding, (0, 0)])
+    counters = COUNTER_STRIDE * RANKS
+    work = jnp.pad(stream.reshape(-1), (0, UPDATE_BUFFERS * stream.size + counters))
+    inputs = [*layers, jnp.pad(keep.astype(jnp.float32), padding)]
+    return inputs, [work, *(array for state in states for array in (state.S, state.z))]
 
 
-def results(changed: Sequence[Array], shape: tuple[int, ...], before: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
-    """The stream, and the states, from what the kernel has changed."""
-    work, *arrays = changed
-    states = (state._replace(S=S, z=z) for state, S, z in zip(before, arrays[::2], arrays[1::2]))
-    return work[: shape[0] * shape[1]].reshape(shape), tuple(states)
+def results(updated: Sequence[Array], shape: tuple[int, ...], states: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
+    """The residual stream, of this shape, and the new states, from the arrays that the kernel has updated."""
+    work, *arrays = updated
+    new_states = (state._replace(S=S, z=z) for state, S, z in zip(states, arrays[::2], arrays[1::2]))
+    return work[: shape[0] * shape[1]].reshape(shape), tuple(new_states)
 
 
 def definitions(
-    config: Any, features: int, texts: int, normalizer: Normalizer, feeders: int = FEEDERS
+    config: Any, features: int, batch: int, normalizer: Normalizer, clusters: int = CLUSTERS
 ) -> dict[str, Any]:
-    numbers = range(config.layers)
-    pointers = ["const uint4* head_chunks", "const uint4* feed_chunks"]
-    pointers += ["const HeadRows* head_rows", "const FeedRows* feed_rows", "const float* keep"]
-    pointers += ["float* work_before", *(f"float* S{i}_before, float* z{i}_before" for i in numbers)]
-    pointers += ["float* work", *(f"float* S{i}, float* z{i}" for i in numbers)]
+    """The macros that one_kernel.cu is compiled with.
+
+    Updated arrays are parameters twice, as XLA passes inputs and outputs; as they are aliased, both are the same.
+    """
+    layers = range(config.layers)
+    parameters = ["const uint4* head_chunks", "const uint4* feed_chunks"]
+    parameters += ["const HeadVectors* head_vectors", "const FeedVectors* feed_vectors", "const float* keep"]
+    parameters += ["float* input_work", *(f"float* input_S{i}, float* input_z{i}" for i in layers)]
+    parameters += ["float* work", *(f"float* S{i}, float* z{i}" for i in layers)]
     return dict(
         LAYERS=config.layers,
         WIDTH=config.width,
         HEADS=config.heads,
         FEATURES=features,
-        HEAD=config.head_dim,
-        FEEDERS=feeders,
-        UNITS=units(config.feedforward, feeders),
-        BATCH=texts,
-        EPSILON=f"{config.norm_eps:e}f",
-        CLAMP=int(normalizer.clamp),
-        LEAST=f"{normalizer.value:e}f",
-        MEMORY=MEMORY,
-        POINTERS=", ".join(pointers),
-        STATES=", ".join(f"S{i}, z{i}" for i in numbers),
+        HEAD_DIM=config.head_dim,
+        CLUSTERS=clusters,
+        UNITS=units_per_cluster(config.feedforward, clusters),
+        BATCH=batch,
+        NORM_EPS=f"{config.norm_eps:e}f",
+        NORMALIZER_CLAMPS=int(normalizer.clamp),
+        NORMALIZER_VALUE=f"{normalizer.value:e}f",
+        SHARED_MEMORY=SHARED_MEMORY,
+        PARAMETERS=", ".join(parameters),
+        STATE_POINTERS=", ".join(f"S{i}, z{i}" for i in layers),
     )
 
 
 def source(*names: str) -> str:
+    """The text of files in this folder, one after the other."""
     return "\n".join(Path(__file__).with_name(name).read_text() for name in names)
 
 
 @functools.cache
-def _compiled(defined: tuple[tuple[str, Any], ...]) -> str:
+def _compile(macros: tuple[tuple[str, Any], ...]) -> str:
     options = ["--gpu-architecture=compute_90", "--std=c++17", "-default-device"]
-    options += [f"-D{name}={value}" for name, value in defined]
+    options += [f"-D{name}={value}" for name, value in macros]
     return cuda.compile_cuda(source("hopper.cuh", "one_kernel.cu"), options)

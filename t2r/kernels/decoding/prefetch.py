@@ -1,7 +1,7 @@
-"""Asking a GPU's cache for what the next kernel will read (Pallas: Triton, NVIDIA).
+"""Prefetching what the next kernel reads into a GPU's L2 cache (Pallas: Triton, NVIDIA).
 
-A small kernel's time is that of starting, and of waiting for the first numbers from memory. The second can begin while
-the kernel before it still runs. Pallas has no way to say so; this is one.
+A small kernel spends its time on its launch and on waiting for the first loads from memory. A kernel can start these
+loads for the one after it. Pallas has no operation for that; this module adds one.
 """
 
 from collections.abc import Iterator
@@ -13,37 +13,38 @@ from jax._src.pallas.triton.primitives import barrier_effect
 from jax.extend.core import Primitive
 from jaxtyping import Array, Int
 
-LINE = 128  # bytes that a cache takes at once
-BLOCK = 256  # lines asked for at once
+LINE_BYTES = 128  # of a cache line
+LINES_PER_BLOCK = 256  # prefetched by one instruction of a program
 
 _prefetch = Primitive("prefetch")
 
 
 def prefetch(ref: Any, program: Array, programs: int) -> None:
-    """In a program: asks for its share of an array."""
-    each = LINE // ref.dtype.itemsize
-    for lines in share(-(-ref.size // each), program, programs):
-        _prefetch.bind(ref, lines * each)
+    """In a program: prefetches this program's share of an array."""
+    elements_per_line = LINE_BYTES // ref.dtype.itemsize
+    for lines in lines_of_program(-(-ref.size // elements_per_line), program, programs):
+        _prefetch.bind(ref, lines * elements_per_line)
 
 
-def share(lines: int, program: Array, programs: int) -> Iterator[Int[Array, "block"]]:
-    """Numbers of the lines that are a program's, in blocks; the last line again where there are no more."""
+def lines_of_program(lines: int, program: Array, programs: int) -> Iterator[Int[Array, "block"]]:
+    """Numbers of the cache lines that this program prefetches, in blocks; past the end, the last line is repeated."""
     count = -(-lines // programs)
-    for first in range(0, count, BLOCK):
-        yield jnp.minimum(program * count + first + jnp.arange(BLOCK), lines - 1)
+    for first in range(0, count, LINES_PER_BLOCK):
+        yield jnp.minimum(program * count + first + jnp.arange(LINES_PER_BLOCK), lines - 1)
 
 
-def _for_triton(context: lowering.LoweringRuleContext, pointer, places) -> list:
+def _lower_for_triton(context: lowering.LoweringRuleContext, pointer, offsets) -> list:
     del context
-    pointers = lowering._add(lowering._bcast_to(pointer, [BLOCK]), places)
-    tensor = lowering.ir.RankedTensorType.get([BLOCK], lowering._dtype_to_ir_type(jnp.dtype("int32")))
-    assembly = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"  # it has to give a number, which nobody takes
+    pointers = lowering._add(lowering._bcast_to(pointer, [LINES_PER_BLOCK]), offsets)
+    result = lowering.ir.RankedTensorType.get([LINES_PER_BLOCK], lowering._dtype_to_ir_type(jnp.dtype("int32")))
+    assembly = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"  # inline assembly must have a result; it is not used
     lowering.tt_dialect.elementwise_inline_asm(
-        [tensor], assembly, constraints="=r,l", pure=False, packed_element=1, args=[pointers]
+        [result], assembly, constraints="=r,l", pure=False, packed_element=1, args=[pointers]
     )
     return []
 
 
 _prefetch.multiple_results = True
-_prefetch.def_effectful_abstract_eval(lambda ref, places: ((), {barrier_effect}))  # lest it is left out
-lowering.register_lowering(_prefetch)(_for_triton)
+# Without an effect, the compiler would remove an operation that has no results.
+_prefetch.def_effectful_abstract_eval(lambda ref, offsets: ((), {barrier_effect}))
+lowering.register_lowering(_prefetch)(_lower_for_triton)

@@ -1,4 +1,4 @@
-"""Which models the decoding kernels can run, and where. Loads nothing of Pallas."""
+"""Which models and GPUs have decoding kernels, and the sizes these are written for. Does not import Pallas."""
 
 from typing import Any
 
@@ -7,16 +7,23 @@ import jax
 from t2r.kernels.decoding import cuda
 from t2r.kernels.support import is_one_device, is_power_of_two
 
-MOST_TEXTS = 64  # with more at once, products are large enough to be worth a launch
-TEXTS = 16  # of one product
+# The kernels of each layer, `layer_kernels.py`.
+MOST_SEQUENCES = 64  # in larger batches, products are large enough to be worth a launch each
+SEQUENCES_PER_GROUP = 16  # sequences that tensor cores multiply at once; a batch is padded to whole groups
 WARPS = 8  # of a program
-COLUMNS = 1024  # that it multiplies at once
-PROGRAMS = 128  # at least, if there are rows enough: about as many as a GPU has multiprocessors
+INPUTS_PER_PART = 1024  # inputs (columns of a matrix) that a program multiplies at once
+LEAST_PROGRAMS = 128  # per product, if it has enough outputs: about as many as a GPU has multiprocessors
 
-# The kernel of all layers, `one_kernel.cu`: its launch, and what it is compiled for.
-ONE_KERNEL_TEXTS, RANKS, THREADS = 16, 8, 320
-FEEDERS = 15  # clusters that divide the feed-forward: as many as an H200 has room for
-MEMORY = 227 * 1024  # bytes that a block of threads can have: all of a multiprocessor's
+# The kernel of all layers, `one_kernel.cu`. It runs as clusters of thread blocks, one block on each multiprocessor. A
+# block's number within its cluster is its rank. Each cluster computes a share of the feed-forward units.
+ONE_KERNEL_SEQUENCES = 16  # in a batch, at most
+RANKS = 8  # blocks in a cluster: the most that CUDA guarantees
+THREADS = 320  # of a block: nine warps that compute, one that loads
+CLUSTERS = 15  # as many as run on an H200 at once
+SHARED_MEMORY = 227 * 1024  # bytes per block: all that a multiprocessor has
+ONE_KERNEL_FEATURES = 32
+ONE_KERNEL_SIZES = (1024, 8, 128, 4096)  # width, heads, head_dim, feedforward of the paper's language model
+ONE_KERNEL_LAYERS = 64  # at most; each adds four pointers to the kernel's parameters
 
 
 def cross_attention(block: Any) -> Any:
@@ -25,7 +32,7 @@ def cross_attention(block: Any) -> Any:
 
 
 def suits(model: Any) -> bool:
-    """Whether all layers are of kinds that the kernels of each layer know."""
+    """Whether the kernels of each layer can compute all layers of this model."""
     config = model.config
     inputs = (config.width, config.feedforward, config.heads * config.head_dim)
     crosses = [cross_attention(block) for block in model.blocks]
@@ -33,14 +40,14 @@ def suits(model: Any) -> bool:
         (config.norm, config.activation) == ("layer", "relu")
         and config.norm_placement in ("before", "after")
         and not (config.gated or config.parallel or config.query_norm or config.positions == "rotary")
-        and all(_is_known(block.attention) for block in model.blocks)
-        and all(cross is None or _is_known(cross, cross=True) for cross in crosses)
+        and all(_suits_attention(block.attention) for block in model.blocks)
+        and all(cross is None or _suits_attention(cross, cross=True) for cross in crosses)
         and is_power_of_two(config.width, 32 * WARPS)
-        and all(is_power_of_two(size, 32 * WARPS) or size % COLUMNS == 0 for size in inputs)
+        and all(is_power_of_two(size, 32 * WARPS) or size % INPUTS_PER_PART == 0 for size in inputs)
     )
 
 
-def _is_known(attention: Any, *, cross: bool = False) -> bool:
+def _suits_attention(attention: Any, *, cross: bool = False) -> bool:
     shape = attention.shape
     projections = [attention.query] if cross else [attention.query, attention.key, attention.value]
     fit = sum(linear.kernel.shape[1] * linear.kernel.shape[2] for linear in projections) % 32 == 0
@@ -51,27 +58,30 @@ def _is_known(attention: Any, *, cross: bool = False) -> bool:
 
 
 def available(model: Any, batch: int) -> bool:
-    """Whether the kernels of each layer run here: on one NVIDIA GPU, for small batches in bfloat16."""
+    """Whether the kernels of each layer run this model: on one NVIDIA GPU, in bfloat16, for small batches."""
     config = model.config
-    here = "NVIDIA" in jax.devices()[0].device_kind and is_one_device()
-    return config.kernels != "off" and here and batch <= MOST_TEXTS and config.dtype == "bfloat16" and suits(model)
+    on_nvidia = "NVIDIA" in jax.devices()[0].device_kind and is_one_device()
+    is_small = batch <= MOST_SEQUENCES
+    return config.kernels != "off" and on_nvidia and is_small and config.dtype == "bfloat16" and suits(model)
 
 
 def suits_one_kernel(model: Any) -> bool:
-    """Of models that `suits` accepts, those that the kernel of all layers is written for: the paper's T2R models."""
+    """Whether a model that `suits` accepts is one that the kernel of all layers is written for: the paper's T2R LM."""
     config, attentions = model.config, [block.attention for block in model.blocks]
     if config.norm_placement != "before" or config.encoder_layers:
         return False
     if not all(attention.kind == "merged" for attention in attentions):
         return False
     kinds = {(attention.key.kernel.shape[2], attention.normalizer) for attention in attentions}
+    if len(kinds) != 1 or kinds.pop()[0] != ONE_KERNEL_FEATURES:
+        return False
     sizes = (config.width, config.heads, config.head_dim, config.feedforward)
-    return len(kinds) == 1 and kinds.pop()[0] == 32 and sizes == (1024, 8, 128, 4096) and config.layers <= 64
+    return sizes == ONE_KERNEL_SIZES and config.layers <= ONE_KERNEL_LAYERS
 
 
 def one_kernel_available(model: Any, batch: int) -> bool:
-    """Whether the kernel of all layers runs here, for a model whose layers have kernels: on an H100 or H200."""
+    """Whether the kernel of all layers runs a model for which `available` is true: on an H100 or H200."""
     capability = getattr(jax.devices()[0], "compute_capability", "")
-    if batch > ONE_KERNEL_TEXTS or not suits_one_kernel(model) or capability != "9.0":
+    if batch > ONE_KERNEL_SEQUENCES or not suits_one_kernel(model) or capability != "9.0":
         return False
-    return cuda.clusters_at_once(RANKS, THREADS, MEMORY) >= FEEDERS
+    return cuda.clusters_at_once(RANKS, THREADS, SHARED_MEMORY) >= CLUSTERS

@@ -1,8 +1,8 @@
-"""A product of blocks whose sums are divided among a program's warps (Pallas: Triton, GPU).
+"""A product of small blocks whose terms are divided among a program's warps (Pallas: Triton, GPU).
 
-Triton gives each warp a part of the result. Of a small one it gives all of it to every warp, and all of them read all
-of both blocks. With a leading axis there is a part for each warp, but Pallas has no rule for products of three axes.
-This is that rule, and nothing else.
+Triton divides the outputs of a product among warps. If there are few outputs, every warp computes all of them and reads
+all of both operands. Here operands have a leading axis with one entry for each warp, so each warp reads its own part.
+Pallas has no lowering for a product with three axes; this module adds it.
 """
 
 import jax
@@ -16,22 +16,22 @@ _add_product = Primitive("add_product_by_warps")
 
 
 def add_product_by_warps(
-    found: Float[Array, "w m n"], a: Float[Array, "w m k"], b: Float[Array, "w n k"]
+    total: Float[Array, "w m n"], a: Float[Array, "w m k"], b: Float[Array, "w n k"]
 ) -> Float[Array, "w m n"]:
-    """found + a · bᵀ of each warp, in float32."""
-    return _add_product.bind(found, a, b)
+    """total + a · bᵀ for each warp w, in float32."""
+    return _add_product.bind(total, a, b)
 
 
-def _plain(found: Array, a: Array, b: Array) -> Array:
-    return found + jax.lax.dot_general(a, b, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+def _plain(total: Array, a: Array, b: Array) -> Array:
+    return total + jax.lax.dot_general(a, b, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
 
 
-def _for_triton(context: lowering.LoweringRuleContext, found, a, b):
+def _lower_for_triton(context: lowering.LoweringRuleContext, total, a, b):
     del context
-    return lowering.tt_dialect.dot(a, lowering.tt_dialect.trans(b, (0, 2, 1)), found)
+    return lowering.tt_dialect.dot(a, lowering.tt_dialect.trans(b, (0, 2, 1)), total)
 
 
 _add_product.def_impl(_plain)
-_add_product.def_abstract_eval(lambda found, a, b: found)
+_add_product.def_abstract_eval(lambda total, a, b: total)
 mlir.register_lowering(_add_product, mlir.lower_fun(_plain, multiple_results=False))
-lowering.register_lowering(_add_product)(_for_triton)
+lowering.register_lowering(_add_product)(_lower_for_triton)
