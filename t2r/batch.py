@@ -20,7 +20,9 @@ class Batch(NamedTuple):
     source: Array | None = None
 
 
-def pad_sequences(sequences: Sequence[Sequence[int]], batch: int, length: int) -> Int[np.ndarray, "{batch} {length}"]:
+def pad_sequences(
+    sequences: Sequence[Sequence[int] | np.ndarray], batch: int, length: int
+) -> Int[np.ndarray, "{batch} {length}"]:
     """Sequences of token ids as one array, padded with PADDING to a length and to a number of sequences."""
     padded = np.full((batch, length), PADDING, np.int32)
     for row, ids in zip(padded, sequences):

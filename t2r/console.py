@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -91,6 +91,6 @@ def short(value: Any) -> str:
     return f"{value:.3g}"
 
 
-def finish(result: dict[str, Any], stream: TextIO | None = None) -> None:
+def finish(result: dict[str, Any], stream: Any = None) -> None:
     """Prints the result as one line of JSON: the last line of every command."""
     print(json.dumps(result), file=stream or sys.stdout, flush=True)

@@ -24,7 +24,14 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 from jaxtyping import install_import_hook  # noqa: E402
 
-install_import_hook("t2r.attention", "beartype.beartype")
+import tests.typecheck  # noqa: E402, F401 - found by name below
+
+# Shapes and types of all of t2r are checked, but for commands, which only read flags (absl must find these by module).
+ROOMS = sorted(path.stem for path in (Path(__file__).parents[1] / "t2r").iterdir() if path.suffix in ("", ".py"))
+CHECKED = [
+    f"t2r.{room}" for room in ROOMS if not room.startswith("__") and room not in ("commands", "configs", "pretrained")
+]
+install_import_hook(CHECKED, "tests.typecheck.checked")
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -48,9 +55,17 @@ settings.register_profile("thorough", max_examples=25, **common)
 settings.load_profile("quick")
 
 
+# Tests of whole models that run for each feature map: the quick suite has softmax, T2R and hybrids of them.
+WHOLE_MODELS = tuple(f"tests/{folder}/" for folder in ("model", "decode", "conversion", "store"))
+OTHER_MAPS = ("elu", "rfa", "performer")
+
+
 def pytest_collection_modifyitems(items):
-    """Tests of properties can be chosen with -m property."""
+    """Marks what is slow by rule, and tests of properties, to be chosen with -m property."""
     for item in items:
+        case = getattr(item, "callspec", None)
+        if case is not None and item.nodeid.startswith(WHOLE_MODELS) and any(name in case.id for name in OTHER_MAPS):
+            item.add_marker("slow")
         if is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker("property")
 

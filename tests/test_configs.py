@@ -78,7 +78,7 @@ DISTINCT = list({program_key(variant): variant for variant in FULL_SIZE}.values(
 
 
 # All of them take a minute and a half: by default one of each task runs, and the others with `launch/test -m slow`.
-FEW = ("wikitext103.py:t2r_75", "wmt.py:en_de/t2r")
+FEW = ("wmt.py:en_de/t2r",)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ The iterator's state can be saved and restored.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import grain
 import numpy as np
@@ -40,7 +40,7 @@ class Blocks:
     def __len__(self) -> int:
         return (len(self._tokens) - 1) // self._length
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: SupportsIndex) -> np.ndarray:
         start = index * self._length
         return self._tokens[start : start + self._length + 1].astype(np.int32)
 
@@ -68,7 +68,7 @@ class Documents:
     def __len__(self) -> int:
         return len(self._first)
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: SupportsIndex) -> np.ndarray:
         first, last = self._first[index], self._last[index]
         previous = self._start if self._opens[index] else self._tokens[first - 1]
         return np.append(previous, self._tokens[first:last]).astype(np.int32)

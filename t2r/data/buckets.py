@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import grain
 import numpy as np
@@ -41,13 +41,13 @@ class EncodedPairs:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> Encoded:
+    def __getitem__(self, index: SupportsIndex) -> Encoded:
         begin = self._ends[2 * index - 1] if index else 0
         middle, end = self._ends[2 * index : 2 * index + 2]
         return Encoded(self._ids[begin:middle], self._ids[middle:end])
 
 
-def choose_bounds(lengths: Sequence[int], count: int) -> list[int]:
+def choose_bounds(lengths: Sequence[int] | np.ndarray, count: int) -> list[int]:
     """At most `count` lengths to pad to, chosen to minimise the total padding by dynamic programming."""
     sizes, counts = np.unique(np.asarray(lengths), return_counts=True)
     below = np.concatenate([[0], np.cumsum(counts)])  # below[i]: pairs shorter than sizes[i]

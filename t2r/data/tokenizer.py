@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, SupportsIndex, runtime_checkable
 
 import sentencepiece
 
@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
     def encode_document(self, text: str) -> list[int]: ...  # with its end token
-    def decode(self, ids: list[int]) -> str: ...
+    def decode(self, ids: Sequence[SupportsIndex]) -> str: ...
     def save(self, folder: Path) -> None: ...
 
 
@@ -98,7 +98,7 @@ class SentencePiece:
     def encode_document(self, text: str) -> list[int]:
         return [*self.encode(text), self.end]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[SupportsIndex]) -> str:
         return self._processor.decode([int(i) for i in ids])
 
     def save(self, folder: Path) -> None:
@@ -149,7 +149,7 @@ class Words:
         """The number of ids that are `<unk>`."""
         return sum(int(i) == self._unknown for i in ids)
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[SupportsIndex]) -> str:
         return " ".join("\n" if i == self.end else self._words[i] for i in ids)
 
     def save(self, folder: Path) -> None:
@@ -200,7 +200,7 @@ class FairseqSubwords:
     def encode_document(self, text: str) -> list[int]:
         return [*self.encode(text.removesuffix("\n")), self.end]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[SupportsIndex]) -> str:
         pieces = ["\n" if i == self.end else self._words[i] for i in ids if i not in self._hidden]
         lines = f"{' '.join(pieces)} ".replace("@@ ", "").split("\n")
         return "\n".join(self._moses[1].detokenize(line.split()) if self._language else line.strip() for line in lines)
@@ -252,7 +252,7 @@ class Hub:
         """A source sentence with the special tokens around it that the model was trained with."""
         return [self._language if i in self._replaced else i for i in self._tokens.encode(text).ids]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[SupportsIndex]) -> str:
         return self._tokens.decode([int(i) for i in ids])
 
     def save(self, folder: Path) -> None:
@@ -293,7 +293,7 @@ class Pieces:
     def encode_document(self, text: str) -> list[int]:
         return [*self.encode(text), self.end]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[SupportsIndex]) -> str:
         special = (self.end, self.start)
         pieces = [self._pieces.get(int(i), "<unk>") for i in ids if int(i) not in special]
         return "".join(pieces).replace("\u2581", " ").strip()

@@ -75,7 +75,7 @@ def perplexity(
 
 def document_perplexity(
     model: LanguageModel,
-    documents: Sequence[Sequence[int]],
+    documents: Sequence[Sequence[int] | np.ndarray],
     *,
     start: int,
     window: int | None = None,

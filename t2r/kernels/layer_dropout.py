@@ -48,7 +48,7 @@ def _forward(layer: Layer, keep: Array, x: Array, learned: Leaves, fixed: Leaves
     input_variables, residual_variables = traced.jaxpr.invars, traced.jaxpr.outvars[1:]
     is_computed = [variable not in input_variables for variable in residual_variables]
 
-    def run(*inputs: Array) -> tuple[Array, list[Array]]:
+    def run(*inputs: Array) -> tuple[Array, list]:
         out, *residuals = jaxpr_as_fun(traced)(*inputs)
         return out, list(itertools.compress(residuals, is_computed))
 

@@ -138,9 +138,8 @@ class ModelConfig:
             fill("source_vocab_size", self.source_vocab_size or self.vocab_size)
         raise_all("model config:", self._problems())
 
-    def _specs(self, specs: tuple) -> tuple[AttentionSpec, ...]:
-        """One spec for each layer, from specs or dicts: as many as layers, one for all, or none (softmax)."""
-        specs = tuple(AttentionSpec(**spec) if isinstance(spec, dict) else spec for spec in specs)
+    def _specs(self, specs: tuple[AttentionSpec, ...]) -> tuple[AttentionSpec, ...]:
+        """One spec for each layer: as many as layers are given, one for all, or none (softmax)."""
         specs = specs or (AttentionSpec(),)
         specs = specs * self.layers if len(specs) == 1 else specs
         return tuple(spec.with_default_features(self.head_dim) for spec in specs)
@@ -281,7 +280,10 @@ def from_dict(fields: dict[str, Any]) -> ModelConfig:
             f"model config (its fields: {', '.join(valid)}):",
             [f"unknown field {name!r}" for name in unknown] + [f"missing field {name!r}" for name in missing],
         )
-    return ModelConfig(**fields)
+    for name in ("attention", "cross_attention"):  # dicts where the fields come from JSON
+        specs = (AttentionSpec(**spec) if isinstance(spec, dict) else spec for spec in fields.get(name, ()))
+        fields = {**fields, name: tuple(specs)}
+    return ModelConfig(**{**fields, "adaptive_cutoffs": tuple(fields.get("adaptive_cutoffs", ()))})
 
 
 # WikiText-103 has a vocabulary of 267,735 words, <unk> and the end of line included.

@@ -9,7 +9,7 @@ Axes in shapes and einsums: t tokens, v vocabulary, e width of the vectors.
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -324,7 +324,7 @@ def _zero_after(x: Float[Array, "t"], count: Array | None) -> Float[Array, "t"]:
     return x if count is None else jnp.where(jnp.arange(len(x)) < count, x, 0)
 
 
-def _pad_vocabulary(x: Array, dtype: jnp.dtype) -> Array:
+def _pad_vocabulary(x: Array, dtype: Any) -> Array:
     """A table (v, e) or bias (v,) with zeros up to an aligned vocabulary size."""
     return _pad(x.astype(dtype), _aligned(len(x)))
 

@@ -12,7 +12,7 @@ from t2r.errors import InputError
 from t2r.model.config import ModelConfig
 from t2r.model.transformer import LanguageModel, make_model
 
-Arrays = dict[str, jax.Array]
+Arrays = dict[str, jax.Array | np.ndarray | jax.ShapeDtypeStruct]  # shapes alone in an abstract model
 
 TRAINABLE = ("all", "feature_maps", "all_but_feature_maps", "converted", "decoder")
 

@@ -205,7 +205,7 @@ def _cross_key(key: PRNGKeyArray | None) -> PRNGKeyArray | None:
     return None if key is None else jax.random.fold_in(key, _CROSS_ATTENTION)
 
 
-def _layer_key(key: PRNGKeyArray | None, layer: int) -> PRNGKeyArray | None:
+def _layer_key(key: PRNGKeyArray | None, layer: int | Array) -> PRNGKeyArray | None:
     return None if key is None else jax.random.fold_in(key, layer + 1)
 
 

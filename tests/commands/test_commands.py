@@ -119,6 +119,7 @@ def test_convert_translate_evaluate(translator, tmp_path):
     assert "tok:13a" in scores["signature"] and {"chrf", "tokenized_bleu"} <= scores.keys()
 
 
+@pytest.mark.slow
 def test_the_quickstart_runs_from_end_to_end(tmp_path):
     """On a text the model was not trained on, with few steps and short lengths; the report is self-contained."""
     text = tmp_path / "text.txt"

@@ -26,6 +26,7 @@ needs_nvrtc = pytest.mark.skipif(cuda.nvrtc() is None, reason="needs NVRTC (nvid
 CLUSTERS = 3  # of 288 feed-forward units each; 64 of the last are padding
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_the_kernel_equals_the_models_step(tmp_path):
     """For a batch of fewer than 16 sequences, one of which has ended; one cluster has no head."""

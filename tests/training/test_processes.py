@@ -78,6 +78,7 @@ def test_two_processes_equal_one(config_file, tmp_path):
         np.testing.assert_allclose(arrays[name], expected_arrays[name], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_is_killed_ends_the_other_with_a_message(config_file, tmp_path, victim):
     processes = start(config_file, tmp_path / "run", "--config.steps=5000")

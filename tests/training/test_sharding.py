@@ -51,7 +51,10 @@ def one_device():
     return losses, jax.tree.map(np.asarray, state.trained)
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+SLOW = [pytest.param(axes, marks=pytest.mark.slow) for axes in MESHES[:-1]]  # the last has all three axes
+
+
+@pytest.mark.parametrize("axes", [*SLOW, MESHES[-1]], ids=str)
 def test_many_devices_equal_one_and_each_holds_its_share(axes, one_device):
     losses, state = run(hybrid(), axes, lambda i: Batch(random_tokens(8, 13, i)))
     np.testing.assert_allclose(losses, one_device[0], rtol=1e-5)

@@ -103,6 +103,7 @@ def test_killed_runs_resume_exactly(config_file, tmp_path):
     assert steps == sorted(set(steps)), "each step is logged once"
 
 
+@pytest.mark.slow
 def test_killed_runs_on_pairs_resume_exactly_and_average_their_checkpoints(tmp_path):
     """The final model is the mean of the parameters of the last checkpoints."""
     config_file = pairs_config(tmp_path)
@@ -150,6 +151,7 @@ def test_data_and_model_must_agree(tmp_path, text_file):
     assert not model.config.shared_embedding
 
 
+@pytest.mark.slow
 def test_a_run_survives_sigterm_a_damaged_checkpoint_and_another_mesh(config_file, tmp_path):
     """Stopped on four devices, its newest checkpoint truncated, resumed on two: the losses of one device."""
     workdir, constant = tmp_path / "run", "--config.optimizer.schedule=constant"
@@ -284,6 +286,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_the_run_and_loses_nothing(config_file, tmp_path, small_disk):
     """With more space it resumes, and its losses equal those of a run with enough space."""
     workdir, keep, steps = small_disk / "run", "--config.keep_checkpoints=100", "--config.steps=60"

@@ -90,17 +90,19 @@ def _repeat_for_ranks(vectors: Float[Array, "clusters n"]) -> Float[Array, "clus
     return jnp.repeat(vectors[:, None], RANKS, 1)
 
 
-def _split_by_rank(bias: Float[Array, "n"], clusters: int) -> Float[Array, "clusters ranks n/ranks"]:
+def _split_by_rank(bias: Float[Array, "n"], clusters: int) -> Float[Array, "clusters ranks n_per_rank"]:
     return jnp.repeat(bias.reshape(1, RANKS, -1), clusters, 0)
 
 
-def _split_inputs(weights: Float[Array, "clusters n k"]) -> Float[Array, "clusters ranks n k/ranks"]:
+def _split_inputs(weights: Float[Array, "clusters n k"]) -> Float[Array, "clusters ranks n k_per_rank"]:
     clusters, outputs, _ = weights.shape
     sizes = dict(cluster=clusters, output=outputs, rank=RANKS, input=-1)
     return rearrange(weights, sizes, "cluster rank output input")
 
 
-def _split_outputs(weights: Float[Array, "n k"], clusters: int) -> Float[Array, "clusters ranks n/ranks k/clusters"]:
+def _split_outputs(
+    weights: Float[Array, "n k"], clusters: int
+) -> Float[Array, "clusters ranks n_per_rank k_per_cluster"]:
     sizes = dict(rank=RANKS, output=-1, cluster=clusters, input=weights.shape[1] // clusters)
     return rearrange(weights, sizes, "cluster rank output input")
 
@@ -164,7 +166,9 @@ def arguments(x: Array, layers: PackedLayers, states: tuple[Any, ...], keep: Arr
     return inputs, [work, *(array for state in states for array in (state.S, state.z))]
 
 
-def results(updated: Sequence[Array], shape: tuple[int, ...], states: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
+def results(
+    updated: Sequence[Array | np.ndarray], shape: tuple[int, ...], states: tuple[Any, ...]
+) -> tuple[Array | np.ndarray, tuple[Any, ...]]:
     """The residual stream, of this shape, and the new states, from the arrays that the kernel has updated."""
     work, *arrays = updated
     new_states = (state._replace(S=S, z=z) for state, S, z in zip(states, arrays[::2], arrays[1::2]))

@@ -26,7 +26,7 @@ def prefetch(ref: Any, program: Array, programs: int) -> None:
         _prefetch.bind(ref, lines * elements_per_line)
 
 
-def lines_of_program(lines: int, program: Array, programs: int) -> Iterator[Int[Array, "block"]]:
+def lines_of_program(lines: int, program: Array | int, programs: int) -> Iterator[Int[Array, "block"]]:
     """Numbers of the cache lines that this program prefetches, in blocks; past the end, the last line is repeated."""
     count = -(-lines // programs)
     for first in range(0, count, LINES_PER_BLOCK):

@@ -120,7 +120,7 @@ def load_tile(matrix: PackedMatrix, number: Array) -> Tile:
     return Tile(parts, *(vector[pl.ds(first, count)] for vector in (matrix.weight_sums, matrix.bias)), first)
 
 
-def unpack_weights(part: Float[Array, "size"], outputs: int) -> Float[Array, "warps outputs inputs/warps"]:
+def unpack_weights(part: Float[Array, "size"], outputs: int) -> Float[Array, "warps outputs inputs_per_warp"]:
     """One part of a tile, with each warp's inputs."""
     sizes = dict(
         output_octet=outputs // 8, input_block=-1, warp=support.WARPS, output=8, pair=4, input_octet=4, element=2
