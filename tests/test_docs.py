@@ -2,8 +2,11 @@
 
 import ast
 import importlib
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -169,3 +172,14 @@ def _imported(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("t2r."):
         return [node.module.split(".")[1]]
     return []
+
+
+@pytest.mark.slow
+def test_the_readmes_python_runs(tmp_path):
+    """As it stands there, from the model that ships to text, in an empty folder."""
+    (example,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", example]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "perplexity" in run.stdout and (tmp_path / "runs/tiny_rnn/model.safetensors").exists()
