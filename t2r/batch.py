@@ -1,7 +1,7 @@
 """Batches of token ids: what `t2r.data` yields, and what models are trained and evaluated on."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +21,7 @@ class Batch(NamedTuple):
 
 
 def pad_sequences(
-    sequences: Sequence[Sequence[int] | np.ndarray], batch: int, length: int
+    sequences: Sequence[Sequence[SupportsIndex] | np.ndarray], batch: int, length: int
 ) -> Int[np.ndarray, "{batch} {length}"]:
     """Sequences of token ids as one array, padded with PADDING to a length and to a number of sequences."""
     padded = np.full((batch, length), PADDING, np.int32)

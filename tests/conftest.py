@@ -70,6 +70,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker("property")
 
 
+def slow_but(cases, *quick) -> list:
+    """Parameters of a test, of which the quick suite has only some."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
 def error(actual, expected) -> float:
     """RMS of the difference over RMS of the expected, over all leaves of two trees."""
     flat = [
@@ -153,19 +158,26 @@ def config_file(tmp_path, text_file):
     return path
 
 
+def forget_commands() -> None:
+    """Removes the flags of commands that ran in this process: others define the same ones, and some are required."""
+    for name in [name for name in sys.modules if name.startswith("t2r.commands.")]:
+        for flag in list(flags.FLAGS.flags_by_module_dict().get(name, [])):
+            delattr(flags.FLAGS, flag.name)
+        if not name.endswith("._benchmark"):
+            del sys.modules[name]
+    for name in [name for name in flags.FLAGS if name.startswith("config.")]:
+        delattr(flags.FLAGS, name)
+
+
 @pytest.fixture
 def call(monkeypatch, capsys):
     """Runs a command in this process: (status, its JSON or what it printed as error)."""
 
     def run(*arguments: str) -> tuple[int, dict | str]:
-        # Commands define the same flags, some of them required: those of an earlier one must go.
-        for name in [name for name in sys.modules if name.startswith("t2r.commands.")]:
-            for flag in list(flags.FLAGS.flags_by_module_dict().get(name, [])):
-                delattr(flags.FLAGS, flag.name)
-            if not name.endswith("._benchmark"):
-                del sys.modules[name]
+        forget_commands()
         monkeypatch.setattr(sys, "argv", ["t2r", *arguments])
         status, printed = main(list(arguments)), capsys.readouterr()
         return status, json.loads(printed.out.splitlines()[-1]) if status == 0 else printed.err
 
-    return run
+    yield run
+    forget_commands()

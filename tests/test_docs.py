@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from absl import flags
 
 import t2r
 import t2r.__main__ as entry
@@ -76,13 +75,6 @@ def path_problem(name: str) -> str | None:
     return None
 
 
-def call_alone(call, arguments: list[str]) -> str:
-    """What a command says, without the flags `--config.FIELD` of an earlier one, which absl would take for its own."""
-    for name in [name for name in flags.FLAGS if name.startswith("config.")]:
-        delattr(flags.FLAGS, name)
-    return str(call(*arguments)[1])
-
-
 def test_command_lines_parse(call, monkeypatch):
     parse = entry.parse_flags
 
@@ -94,13 +86,13 @@ def test_command_lines_parse(call, monkeypatch):
     monkeypatch.chdir(ROOT)
     lines = [(page.name, arguments) for page in PAGES for arguments in commands(page)]
     assert len(lines) > 40
-    outcomes = {(name, shlex.join(arguments)): call_alone(call, arguments) for name, arguments in lines}
+    outcomes = {(name, shlex.join(arguments)): str(call(*arguments)[1]) for name, arguments in lines}
     assert {line: outcome for line, outcome in outcomes.items() if PARSED not in outcome} == {}
 
 
 def test_a_wrong_command_line_is_noticed(call):
     for line in ("train --config=convert --workdir=w --config.stepz=2", "generate --prompt=a", "convert --modl=a"):
-        assert "error:" in call_alone(call, line.split())
+        assert "error:" in str(call(*line.split())[1])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -39,24 +40,27 @@ def wheel(tmp_path_factory):
         shutil.copytree(ROOT / name, folder / "source" / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "source" / name)
-    command = ["python3", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(folder / "source")]
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(folder / "source")]
     subprocess.run(command, check=True, cwd=folder)
     return next(folder.glob("t2r-*.whl"))
 
 
-def works(python: str) -> bool:
-    return (
-        bool(shutil.which(python))
-        and subprocess.run([python, "-c", "import venv"], capture_output=True).returncode == 0
-    )
+def find(python: str) -> str | None:
+    """A Python of this version that runs: on the path, or one of pyenv's."""
+    candidates = [shutil.which(python), *map(str, Path.home().glob(f".pyenv/versions/*/bin/{python}"))]
+    for candidate in filter(None, candidates):
+        if subprocess.run([candidate, "-c", "import venv"], capture_output=True).returncode == 0:
+            return candidate
+    return None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("python", PYTHONS)
 def test_a_wheel_works_outside_the_clone(python, wheel, tmp_path):
-    if not works(python):
+    interpreter = find(python)
+    if interpreter is None:
         pytest.skip(f"{python} is not installed")
-    subprocess.run([python, "-m", "venv", str(tmp_path / "env")], check=True)
+    subprocess.run([interpreter, "-m", "venv", str(tmp_path / "env")], check=True)
     commands = tmp_path / "env" / "bin"
     subprocess.run([commands / "python", "-m", "pip", "install", "-q", str(wheel)], check=True)
     hidden = ("PYTHONPATH", "XLA_FLAGS", "VIRTUAL_ENV")

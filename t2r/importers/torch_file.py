@@ -11,7 +11,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -93,7 +93,7 @@ class Tensor(NamedTuple):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: IO[bytes]):
+    def __init__(self, file: Any):
         super().__init__(file, encoding="utf-8")
         self.storages: dict[str, Storage] = {}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from conftest import error
+from conftest import error, slow_but
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
 from t2r.decode.generate import generate_tokens, prefill, prefill_translation
@@ -52,13 +52,17 @@ def test_an_imported_model_equals_the_original(name):
     not (importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")),
     reason="torch and transformers are not installed; the committed references are compared above",
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama3", "gemma3", "gpt_neox", "marian"])
 def test_an_imported_model_equals_the_original_live(name, tmp_path):
     make(name, tmp_path, seed=1)
     compare(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "gemma3", "gpt2", "gpt_neox", "opt", "marian", "bart", "mbart"])
+CONVERTED = ["mistral", "qwen2", "gemma3", "gpt2", "gpt_neox", "opt", "marian", "bart", "mbart"]
+
+
+@pytest.mark.parametrize("name", slow_but(CONVERTED, "gpt2", "marian"))
 def test_every_family_converts(name):
     """The converted model gives the same outputs at once and in pieces; merging with rotary positions is refused."""
     model, _ = load(FOLDER / name)

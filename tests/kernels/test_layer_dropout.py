@@ -7,7 +7,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from conftest import error, make_model, micro, micro_mt, random_tokens
+from conftest import error, make_model, micro, micro_mt, random_tokens, slow_but
 from t2r.batch import Batch
 from t2r.conversion.swap import swap
 from t2r.layout import uninitialized
@@ -30,9 +30,7 @@ def plain_condition(layer, keep, x, others):
     return jax.lax.cond(keep, layer, lambda x, _: x, x, others)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("t2r", "translation") else ()) for name in MODELS]
-)
+@pytest.mark.parametrize("name", slow_but(MODELS, "softmax", "t2r, scan and remat"))
 def test_it_equals_a_condition_in_value_and_gradient(name, monkeypatch):
     make, fields, feature_map = MODELS[name]
     # Uninitialised memory is filled with NaN, so that the test fails if it is read.

@@ -10,6 +10,7 @@ from t2r.model.config import AttentionSpec, ModelConfig, from_dict, preset
 from t2r.model.parameters import abstract_model, arrays_of, parameter_count
 
 
+@pytest.mark.slow
 def test_presets_have_the_papers_sizes():
     """Parameters counted by hand."""
     embedding = 20_000 * 1024 + 40_000 * 256 + 207_735 * 64

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from conftest import error, make_model, micro_mt, random_tokens
+from conftest import error, make_model, micro_mt, random_tokens, slow_but
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
 from t2r.errors import InputError
@@ -33,7 +33,7 @@ def converted(kind, model):
     return swap(model, feature_map=kind, **sizes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "paper", "pre-norm"))
 def test_every_family_decodes_as_it_trains_and_uses_every_parameter(family):
     """Whole targets against the same targets in pieces, through the state; every parameter has a gradient."""
     model = swap(make_model(micro_mt(layers=1, **FAMILIES[family])), features=4, cross_features=8)

@@ -48,6 +48,7 @@ def wait_for_steps(processes, workdir, count):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(config_file, tmp_path):
     """Stopped by SIGTERM to one process, resumed by two, then by one: losses and model are those of one process."""
     workdir, constant = tmp_path / "two", "--config.optimizer.schedule=constant"

@@ -68,6 +68,7 @@ def test_many_devices_equal_one_and_each_holds_its_share(axes, one_device):
     assert 1 / ways <= device_bytes / total_bytes < 1 / ways + 0.12
 
 
+@pytest.mark.slow
 def test_a_translation_model_on_a_mesh_of_three_axes_is_the_same():
     model = swap(make_model(micro_mt(layers=1)), features=4, cross_features=8)
     pairs = lambda i: Batch(random_tokens(4, 7, i, vocab=60), random_tokens(4, 6, i + 9, vocab=60))  # noqa: E731

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from conftest import error, make_model, micro, micro_mt, random_tokens
+from conftest import error, make_model, micro, micro_mt, random_tokens, slow_but
 from t2r.batch import PADDING, Batch
 from t2r.conversion.swap import swap
 from t2r.errors import InputError
@@ -70,7 +70,10 @@ def test_the_forward_pass_has_the_same_loss():
     assert float(step(state, parts)[1]["loss"]) == pytest.approx(sum(loss["loss"] for loss in losses) / sum(tokens))
 
 
-@pytest.mark.parametrize("options", [dict(accumulate=4), dict(devices=2), dict(devices=2, accumulate=2)])
+OPTIONS = [dict(accumulate=4), dict(devices=2), dict(devices=2, accumulate=2)]
+
+
+@pytest.mark.parametrize("options", slow_but(OPTIONS, OPTIONS[-1]))
 def test_parts_and_devices_do_not_change_the_result(model, plain, options):
     losses, arrays = run(jax.tree.map(jnp.copy, model), **options)
     np.testing.assert_allclose(losses, plain[0], rtol=1e-5)

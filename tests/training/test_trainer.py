@@ -5,14 +5,12 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from t2r.__main__ import main
 from t2r.errors import InputError
 from t2r.training import trainer
 from t2r.training.build import build
@@ -251,27 +249,24 @@ def test_a_loss_that_is_not_finite_stops_the_run(config_file, tmp_path):
         (["--config.init_from=/nowhere"], ["config.init_from"]),
     ],
 )
-def test_bad_configs_get_one_clear_error(config_file, tmp_path, monkeypatch, capsys, flags, messages):
-    arguments = ["train", f"--config={config_file}", f"--workdir={tmp_path}/run", *flags]
-    monkeypatch.setattr(sys, "argv", ["t2r", *arguments])  # where ml_collections looks for overridden fields
-    assert main(arguments) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("error: ")
+def test_bad_configs_get_one_clear_error(config_file, tmp_path, call, flags, messages):
+    status, printed = call("train", f"--config={config_file}", f"--workdir={tmp_path}/run", *flags)
+    assert status == 2 and printed.startswith("error: ")
     for message in messages:
         assert message in printed
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
-def test_an_error_in_a_config_file_names_the_file(tmp_path, capsys):
+def test_an_error_in_a_config_file_names_the_file(tmp_path, call):
     path = tmp_path / "config.py"
     path.write_text(
         "from t2r.training.config import default_config\n\n"
         "def get_config():\n    c = default_config()\n    c.stpes = 3\n"
     )
-    assert main(["train", f"--config={path}", f"--workdir={tmp_path}/run"]) == 2
-    assert "config.py" in (printed := capsys.readouterr().err) and "stpes" in printed
-    assert main(["train", f"--config={tmp_path}/none.py", f"--workdir={tmp_path}/run"]) == 2
-    assert "no config file" in capsys.readouterr().err
+    status, printed = call("train", f"--config={path}", f"--workdir={tmp_path}/run")
+    assert status == 2 and "config.py" in printed and "stpes" in printed
+    status, printed = call("train", f"--config={tmp_path}/none.py", f"--workdir={tmp_path}/run")
+    assert status == 2 and "no config file" in printed
 
 
 @pytest.fixture

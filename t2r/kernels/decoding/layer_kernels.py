@@ -164,7 +164,7 @@ def greedy_token(
     return _call(largest_of_all, jax.ShapeDtypeStruct((batch,), jnp.int32), (batch,), interpret, warps=4)(*by_tile)
 
 
-def _max_and_argmax(logits: Float[Array, "*b n"], tokens: Int[Array, "*b n"], last: int) -> tuple[Array, Array]:
+def _max_and_argmax(logits: Float[Array, "*b n"], tokens: Int[Array, "*#b n"], last: int) -> tuple[Array, Array]:
     """The largest logit along the last axis, and the lowest of the token ids that have it; `last` is the highest id."""
     largest = logits.max(-1)
     return largest, jnp.where(logits == largest[..., None], tokens, last).min(-1)
