@@ -55,16 +55,16 @@ settings.register_profile("thorough", max_examples=25, **common)
 settings.load_profile("quick")
 
 
-# Tests of whole models that run for each feature map: the quick suite has softmax, T2R and hybrids of them.
-WHOLE_MODELS = tuple(f"tests/{folder}/" for folder in ("model", "decode", "conversion", "store"))
-OTHER_MAPS = ("elu", "rfa", "performer")
+# Tests that run for each feature map: the quick suite has softmax and T2R; of the forms of linear attention, all maps.
+MANY_MAPS = tuple(f"tests/{folder}" for folder in ("attention/test_module", "model", "decode", "conversion", "store"))
+OTHER_MAPS = ("elu", "rfa", "performer", "hybrid")
 
 
 def pytest_collection_modifyitems(items):
     """Marks what is slow by rule, and tests of properties, to be chosen with -m property."""
     for item in items:
         case = getattr(item, "callspec", None)
-        if case is not None and item.nodeid.startswith(WHOLE_MODELS) and any(name in case.id for name in OTHER_MAPS):
+        if case is not None and item.nodeid.startswith(MANY_MAPS) and any(name in case.id for name in OTHER_MAPS):
             item.add_marker("slow")
         if is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker("property")

@@ -38,16 +38,20 @@ class Tokenizer(Protocol):
 
 
 class SentencePiece:
-    """Sentencepiece subwords with byte fallback for unknown characters. In documents, all white space is preserved."""
+    """Sentencepiece subwords with byte fallback for unknown characters. In documents, all white space is preserved.
 
-    kind, separator, begins = "sentencepiece", "", False
-    file = "tokenizer.model"
+    `begin` is the id that an imported model has seen before every document; None: those trained here have none.
+    """
 
-    def __init__(self, model: bytes):
-        self._model = model
+    kind, separator = "sentencepiece", ""
+    file, ids_file = "tokenizer.model", "sentencepiece_ids.json"
+
+    def __init__(self, model: bytes, begin: int | None = None):
+        self._model, self._begin = model, begin
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.vocab_size = self._processor.vocab_size()
-        self.end = self.stop = self.start = self._processor.eos_id()
+        self.stop = self.start = self._processor.eos_id()
+        self.begins, self.end = begin is not None, self.stop if begin is None else begin
 
     @classmethod
     def train(cls, text: str, vocab_size: int, *, sentences: bool = False) -> "SentencePiece":
@@ -86,23 +90,22 @@ class SentencePiece:
 
     @classmethod
     def load(cls, folder: Path) -> "SentencePiece":
-        return cls.load_file(folder / cls.file)
-
-    @classmethod
-    def load_file(cls, path: Path) -> "SentencePiece":
-        return cls(path.read_bytes())
+        ids = folder / cls.ids_file
+        return cls((folder / cls.file).read_bytes(), **(json.loads(ids.read_text()) if ids.exists() else {}))
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
 
     def encode_document(self, text: str) -> list[int]:
-        return [*self.encode(text), self.end]
+        return [*self.encode(text), *([self.stop] if self.begins else []), self.end]
 
     def decode(self, ids: Sequence[SupportsIndex]) -> str:
         return self._processor.decode([int(i) for i in ids])
 
     def save(self, folder: Path) -> None:
         (folder / self.file).write_bytes(self._model)
+        if self.begins:
+            (folder / self.ids_file).write_text(json.dumps({"begin": self._begin}) + "\n")
 
 
 class Words:

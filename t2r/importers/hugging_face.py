@@ -4,8 +4,10 @@ In this file `c` is the content of a Hugging Face config.json, and `fields` are 
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,12 +25,73 @@ ACTIVATIONS = {
 
 
 class Family(NamedTuple):
-    """A model_type: its config as fields of ours, its rules for tensors without their `prefixes`, tensors to ignore."""
+    """A model_type: its config as fields of ours, its rules for tensors without their `prefixes`, tensors to ignore.
+
+    `defaults` are the library's values of keys that a config.json may leave out. A key that `fields` and `rules` do not
+    read must have this value: see `check_keys`.
+    """
 
     fields: Callable[[Fields], Fields]
     rules: Callable[[Fields], list[TensorRule]]
     prefixes: tuple[str, ...]
     ignore: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = MappingProxyType({})
+    unread: tuple[str, ...] = ()  # patterns of keys that the library's model does not read, whatever a config says
+
+
+class TrackedConfig(dict):
+    """A config that remembers which of its keys were read."""
+
+    def __init__(self, content: Fields):
+        super().__init__(content)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __or__(self, changes: Fields) -> "TrackedConfig":
+        """A copy with other values, whose reading counts for this one too."""
+        copy = TrackedConfig({**self, **changes})
+        copy.read = self.read
+        return copy
+
+
+# Keys that do not change what a model computes: what it is called, how it was trained, how it is run or saved, which
+# tokens it generates (read by `tokenizers`), heads for other tasks.
+HARMLESS = re.compile(
+    r"_name_or_path|name_or_path|architectures|model_type|transformers_version|_commit_hash|auto_map|torch_dtype|dtype|"
+    r"(_)?attn_implementation(_autoset|_internal)?|_experts_implementation|use_cache|is_encoder_decoder|is_decoder|"
+    r"initializer_range|initializer_factor|init_std|pretraining_tp|max_position_embeddings|n_ctx|gradient_checkpointing|"
+    r"(hidden_|attention_|activation_|resid_p|embd_p|attn_p)?dropout|(resid|embd|attn)_pdrop|(encoder_|decoder_)?layerdrop|"
+    r"classif(ier)?_dropout|classif_dropout|summary_\w+|id2label|label2id|num_labels|problem_type|finetuning_task|"
+    r"(bos|eos|pad|sep|cls|unk|decoder_start|forced_bos|forced_eos)_token_id|bad_words_ids|suppress_tokens|prefix|"
+    r"begin_suppress_tokens|task_specific_params|tokenizer_class|output_attentions|output_hidden_states|output_past|"
+    r"return_dict|return_dict_in_generate|output_scores|torchscript|use_bfloat16|tf_legacy_loss|chunk_size_feed_forward|"
+    r"(max|min)_length|max_new_tokens|do_sample|early_stopping|num_beams|num_beam_groups|diversity_penalty|temperature|"
+    r"top_k|top_p|typical_p|repetition_penalty|length_penalty|no_repeat_ngram_size|encoder_no_repeat_ngram_size|"
+    r"num_return_sequences|remove_invalid_values|exponential_decay_length_penalty|normalize_before|normalize_embedding|"
+    r"add_final_layer_norm|add_bias_logits|extra_pos_embeddings|force_bos_token_to_be_generated|gradient_checkpointing|"
+    r"is_llama_config|transformers\.js_config|cache_implementation"
+)
+
+
+def check_keys(kind: str, config: TrackedConfig, family: Family) -> None:
+    """Refuses a config with keys that were not read, may matter, and differ from the library's default."""
+    defaults, problems = family.defaults, []
+    for key, value in config.items():
+        harmless = HARMLESS.fullmatch(key) or any(re.fullmatch(pattern, key) for pattern in family.unread)
+        if key in config.read or harmless or value == defaults.get(key):
+            continue
+        if key in defaults:
+            problems.append(f"{key}={value!r} is not supported: only {defaults[key]!r}")
+        else:
+            problems.append(f"{key}={value!r} is unknown: if it changes nothing, remove it from config.json")
+    raise_all(f"config.json of {kind}:", problems)
 
 
 def load_checkpoint(folder: Path) -> tuple[ModelConfig, dict[str, np.ndarray], Fields]:
@@ -47,13 +110,27 @@ def load_checkpoint(folder: Path) -> tuple[ModelConfig, dict[str, np.ndarray], F
     if kind not in FAMILIES:
         raise InputError(f"{folder}: unknown model_type {kind!r}; choose from {', '.join(sorted(FAMILIES))}")
     family = FAMILIES[kind]
+    theirs = TrackedConfig({**family.defaults, **original})
+    tensors = _without_prefix(Tensors(folder), family.prefixes)
     try:
-        config = from_dict(family.fields(original))
+        fields = family.fields(theirs)
+        rules = family.rules(theirs)
     except KeyError as error:
         raise InputError(f"{folder / 'config.json'} has no {error}, which {kind} needs") from None
-    tensors = _without_prefix(Tensors(folder), family.prefixes)
+    check_keys(kind, theirs, family)
+    config = from_dict(fields | untied_fields(fields, rules, tensors))
     ignore = family.ignore + (("lm_head\\.weight",) if config.tied_output else ())
-    return config, load(config, family.rules(original), tensors, ignore=ignore), original
+    return config, load(config, rules, tensors, ignore=ignore), original
+
+
+def untied_fields(fields: Fields, rules: list[TensorRule], tensors: Mapping[str, np.ndarray]) -> Fields:
+    """tied_output=False where an output table is stored that differs from the embedding, whatever the config says: so
+    does transformers."""
+    names = {rule.ours: rule.theirs for rule in rules}
+    output, table = names.get("embedding.output"), names.get("embedding.table")
+    if not fields.get("tied_output", True) or output not in tensors or table not in tensors:
+        return {}
+    return {} if np.array_equal(tensors[output], tensors[table]) else {"tied_output": False}
 
 
 def _without_prefix(tensors: Mapping[str, np.ndarray], prefixes: tuple[str, ...]) -> Mapping[str, np.ndarray]:
@@ -108,10 +185,9 @@ def rope_fields(c: Fields) -> Fields:
 
 
 def llama_fields(c: Fields) -> Fields:
-    layers = c["num_hidden_layers"]
     return rope_fields(c) | {
         "vocab_size": c["vocab_size"],
-        "layers": layers,
+        "layers": c["num_hidden_layers"],
         "width": c["hidden_size"],
         "heads": c["num_attention_heads"],
         "kv_heads": c.get("num_key_value_heads") or c["num_attention_heads"],
@@ -121,43 +197,49 @@ def llama_fields(c: Fields) -> Fields:
         "norm_eps": c["rms_norm_eps"],
         "activation": activation(c, "hidden_act"),
         "gated": True,
-        "bias": c.get("attention_bias", False) or c.get("mlp_bias", False),
+        "bias": False,
         "scale_embedding": False,
         "tied_output": c.get("tie_word_embeddings", False),
-        "attention": windows(c, layers),
     }
 
 
-def windows(c: Fields, layers: int) -> list[Fields]:
-    """The attention specs of all layers: a sliding window, or full attention (window 0)."""
-    window = c.get("sliding_window") or 0
-    if c.get("use_sliding_window") is False:
-        window = 0
-    kinds = c.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
-    return [vars(AttentionSpec(window=window if kind == "sliding_attention" else 0)) for kind in kinds]
+def windows(window: int | None, kinds: list[str]) -> list[Fields]:
+    """The attention specs of all layers: those of kind sliding_attention have the window, the others none (0)."""
+    unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+    raise_all("layer_types:", [f"{kind!r} is not supported" for kind in unknown])
+    return [vars(AttentionSpec(window=(window or 0) if kind == "sliding_attention" else 0)) for kind in kinds]
+
+
+def mistral_fields(c: Fields) -> Fields:
+    """Llama's fields, with a sliding window in all layers."""
+    return llama_fields(c) | {"attention": windows(c["sliding_window"], ["sliding_attention"] * c["num_hidden_layers"])}
 
 
 def qwen2_fields(c: Fields) -> Fields:
-    if "layer_types" not in c and c.get("use_sliding_window"):
-        first = c.get("max_window_layers", 0)
-        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(c["num_hidden_layers"])]
-        c = {**c, "layer_types": kinds}
-    return llama_fields(c) | {"bias": False, "projection_bias": True}
+    kinds = c.get("layer_types")
+    first, window = c.get("max_window_layers"), c.get("sliding_window")
+    window = window if c.get("use_sliding_window") else None
+    if kinds is None:
+        kinds = [
+            "sliding_attention" if window is not None and i >= first else "full_attention"
+            for i in range(c["num_hidden_layers"])
+        ]
+    return llama_fields(c) | {"bias": False, "projection_bias": True, "attention": windows(window, kinds)}
 
 
 def qwen3_fields(c: Fields) -> Fields:
-    return qwen2_fields(c) | {"projection_bias": c.get("attention_bias", False), "query_norm": True}
+    return qwen2_fields(c) | {"bias": False, "projection_bias": False, "query_norm": True}
 
 
 def uniform_bias_fields(c: Fields) -> Fields:
     """Llama's fields; attention and feed-forward must both have biases, or neither."""
-    fields = llama_fields(c)
-    if c.get("attention_bias", False) != c.get("mlp_bias", False):
-        raise_all(
-            "biases in only one of attention and feed-forward are not supported:",
-            [f"{name}={c.get(name, False)}" for name in ("attention_bias", "mlp_bias")],
+    biases = [c.get(name, False) for name in ("attention_bias", "mlp_bias")]
+    if biases[0] != biases[1]:
+        raise InputError(
+            f"attention_bias={biases[0]} and mlp_bias={biases[1]}: biases in only one of attention and feed-forward "
+            "are not supported"
         )
-    return fields
+    return llama_fields(c) | {"bias": biases[0]}
 
 
 ATTENTION = [("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj")]
@@ -198,22 +280,24 @@ def llama_rules(c: Fields, *, norm=None, norms: dict[str, str] | None = None) ->
 def gemma3_fields(c: Fields) -> Fields:
     rope = c.get("rope_parameters") or {}
     whole = rope.get("full_attention") or c.get("rope_scaling") or {}
-    local = (rope.get("sliding_attention") or {}).get("rope_theta", c.get("rope_local_base_freq", 10_000.0))
+    sliding = rope.get("sliding_attention") or {}
+    if sliding.get("rope_type", "default") != "default":
+        raise InputError(f"rope_type={sliding['rope_type']!r} is not supported in sliding_attention layers")
+    local = sliding.get("rope_theta", c.get("rope_local_base_freq", 10_000.0))
     theta = whole.get("rope_theta", c.get("rope_theta", 1_000_000.0))
     layers = c["num_hidden_layers"]
     every = c.get("sliding_window_pattern", 6)
     kinds = c.get("layer_types") or [
         "full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)
     ]
-    if c.get("final_logit_softcapping") or c.get("attn_logit_softcapping"):
-        raise InputError("soft-capped logits are not supported")
-    specs = windows({**c, "layer_types": kinds}, layers)
+    specs = windows(c["sliding_window"], kinds)
     for spec in specs:
         spec["rope_theta"] = local if spec["window"] else None
-    base = {**c, "rope_parameters": {**whole, "rope_theta": theta}, "rope_scaling": None}
-    return llama_fields({**base, "hidden_act": c.get("hidden_activation", "gelu_pytorch_tanh")}) | {
+    base = c | {"rope_parameters": {**whole, "rope_theta": theta}, "rope_scaling": None}
+    return llama_fields(base | {"hidden_act": c["hidden_activation"]}) | {
         "norm_placement": "both",
         "query_norm": True,
+        "bias": False,
         "scale_embedding": True,
         "tied_output": c.get("tie_word_embeddings", True),
         "attention": specs,
@@ -305,12 +389,11 @@ def neox_fields(c: Fields) -> Fields:
     size = c["hidden_size"] // c["num_attention_heads"]
     rope = c.get("rope_parameters") or {}
     share = rope.get("partial_rotary_factor", c.get("rotary_pct", 0.25))
-    return rope_fields({**c, "rope_theta": c.get("rotary_emb_base", c.get("rope_theta", 10_000.0))}) | {
+    return rope_fields(c | {"rope_theta": c.get("rotary_emb_base", c.get("rope_theta", 10_000.0))}) | {
         "vocab_size": c["vocab_size"], "layers": c["num_hidden_layers"], "width": c["hidden_size"],
         "heads": c["num_attention_heads"], "feedforward": c["intermediate_size"], "rope_size": int(size * share),
         "norm_eps": c["layer_norm_eps"], "activation": activation(c, "hidden_act"), "scale_embedding": False,
         "parallel": c.get("use_parallel_residual", True), "tied_output": c.get("tie_word_embeddings", False),
-        "bias": c.get("attention_bias", True),
     }  # fmt: skip
 
 
@@ -403,12 +486,14 @@ def seq2seq_fields(c: Fields) -> Fields:
         if c[f"encoder_{name}"] != c[f"decoder_{name}"]
     ]
     raise_all("encoder and decoder must have equal sizes:", differences)
+    tied, shared = c.get("tie_word_embeddings", True), c.get("share_encoder_decoder_embeddings", True)
     source, target = c["vocab_size"], c.get("decoder_vocab_size") or c["vocab_size"]
+    target = source if shared else target
     return {
         "vocab_size": target, "source_vocab_size": source, "layers": c["decoder_layers"],
         "encoder_layers": c["encoder_layers"], "width": c["d_model"], "heads": c["decoder_attention_heads"],
         "feedforward": c["decoder_ffn_dim"], "activation": activation(c, "activation_function"),
-        "shared_embedding": c.get("share_encoder_decoder_embeddings", True), "output_bias": True,
+        "shared_embedding": tied and shared, "tied_output": tied, "output_bias": True,
         "scale_embedding": c.get("scale_embedding", False), "norm_placement": "after", "final_norm": False,
     }  # fmt: skip
 
@@ -429,10 +514,11 @@ def mbart_fields(c: Fields) -> Fields:
 
 
 def seq2seq_rules(c: Fields) -> list[TensorRule]:
-    shared = c.get("share_encoder_decoder_embeddings", True)
+    shared = c.get("share_encoder_decoder_embeddings", True) and c.get("tie_word_embeddings", True)
     rules = [
         TensorRule("embedding.table", "shared.weight" if shared else "decoder.embed_tokens.weight"),
         TensorRule("encoder.embedding.table", "encoder.embed_tokens.weight"),
+        TensorRule("embedding.output", "lm_head.weight"),
         TensorRule("embedding.bias", "final_logits_bias", lambda x, config: x[0]),
     ]
     return rules + stack_rules()
@@ -459,20 +545,41 @@ def stack_rules() -> list[TensorRule]:
 _TIED = (r"(encoder|decoder)\.embed_tokens\.weight", r"shared\.weight", r"lm_head\.weight")  # copies of tied weights
 _SINUSOIDS = (r"(encoder|decoder)\.embed_positions\.weight",)
 
-FAMILIES = {
-    "llama": Family(uniform_bias_fields, llama_rules, ("model.",), (r".*rotary_emb\.inv_freq",)),
-    "mistral": Family(uniform_bias_fields, llama_rules, ("model.",), (r".*rotary_emb\.inv_freq",)),
-    "qwen2": Family(qwen2_fields, llama_rules, ("model.",)),
-    "qwen3": Family(qwen3_fields, llama_rules, ("model.",)),
-    "gemma3_text": Family(gemma3_fields, gemma3_rules, ("model.",)),
-    "gpt2": Family(gpt2_fields, gpt2_rules, ("transformer.",), (r"h\.\d+\.attn\.(masked_)?bias",)),
-    "gpt_neox": Family(neox_fields, neox_rules, ("gpt_neox.",),
-                       (r".*attention\.(masked_)?bias", r".*rotary_emb\.inv_freq")),
-    "opt": Family(opt_fields, opt_rules, ("model.decoder.", "decoder.")),
-    "marian": Family(marian_fields, seq2seq_rules, ("model.",), _TIED + _SINUSOIDS),
-    "bart": Family(bart_fields, seq2seq_rules, ("model.",), _TIED),
-    "mbart": Family(mbart_fields, seq2seq_rules, ("model.",), _TIED),
+_RMS = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
+_MISTRAL = _RMS | {"num_key_value_heads": 8, "sliding_window": 4096}
+_QWEN = _RMS | {
+    "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
+    "layer_types": None, "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
+_GEMMA3 = _RMS | {
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096, "attention_bias": False, "final_logit_softcapping": None,
+    "attn_logit_softcapping": None, "use_bidirectional_attention": False, "hidden_act": None,
+    "_sliding_window_pattern": 6,
+}  # fmt: skip
+_GPT2 = {
+    "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "n_inner": None, "scale_attn_weights": True,
+    "add_cross_attention": False,
+}  # fmt: skip
+_NEOX = {"layer_norm_eps": 1e-5, "hidden_act": "gelu", "attention_bias": True}
+_OPT = {"activation_function": "relu", "layer_norm_elementwise_affine": True}
+_SEQ2SEQ = {"activation_function": "gelu"}
+_ROPE = (r".*rotary_emb\.inv_freq",)
+
+FAMILIES = {
+    # transformers' Llama and Mistral read neither of the keys that they do not have.
+    "llama": Family(uniform_bias_fields, llama_rules, ("model.",), _ROPE, _RMS, (r"sliding_window|layer_types",)),
+    "mistral": Family(mistral_fields, llama_rules, ("model.",), _ROPE, _MISTRAL, (r"layer_types",)),
+    "qwen2": Family(qwen2_fields, llama_rules, ("model.",), (), _QWEN),
+    "qwen3": Family(qwen3_fields, llama_rules, ("model.",), (), _QWEN | {"head_dim": 128}),
+    "gemma3_text": Family(gemma3_fields, gemma3_rules, ("model.",), (), _GEMMA3),
+    "gpt2": Family(gpt2_fields, gpt2_rules, ("transformer.",), (r"h\.\d+\.attn\.(masked_)?bias",), _GPT2),
+    "gpt_neox": Family(neox_fields, neox_rules, ("gpt_neox.",), (r".*attention\.(masked_)?bias", *_ROPE), _NEOX),
+    "opt": Family(opt_fields, opt_rules, ("model.decoder.", "decoder."), (), _OPT),
+    "marian": Family(marian_fields, seq2seq_rules, ("model.",), _TIED + _SINUSOIDS, _SEQ2SEQ),
+    "bart": Family(bart_fields, seq2seq_rules, ("model.",), _TIED, _SEQ2SEQ),
+    "mbart": Family(mbart_fields, seq2seq_rules, ("model.",), _TIED, _SEQ2SEQ),
+}
 
 _RELATIVE = "it adds relative position biases to the attention logits, which no feature map of linear attention has"
 REFUSED = {

@@ -75,5 +75,7 @@ def load(
                     f"{rule.theirs} has shape {shape}, which becomes {array.shape}; {expected[name]} is needed"
                 )
             arrays[name] = np.ascontiguousarray(array, np.float32)
+            if not np.isfinite(arrays[name]).all():
+                problems.append(f"{rule.theirs} has values that are NaN or infinite: the file is damaged")
     raise_all("the weights do not match the config:", problems)
     return arrays

@@ -37,9 +37,16 @@ def find_tokenizer(
     if (folder / "source.spm").exists():
         return marian(folder)
     if not (folder / "tokenizer.json").exists() and (folder / "tokenizer.model").exists() and not translates:
-        return SentencePiece.load_file(folder / "tokenizer.model")
+        return sentencepiece(folder, config)
     tokenizer = hub(folder, config, chosen if translates else None)
     return TokenizerPair(tokenizer, tokenizer) if translates else tokenizer
+
+
+def sentencepiece(folder: Path, config: dict[str, Any]) -> SentencePiece:
+    """Reads tokenizer.model, of a directory without tokenizer.json; by default such tokenizers put BOS in front."""
+    model = (folder / "tokenizer.model").read_bytes()
+    adds_bos = _json(folder / "tokenizer_config.json").get("add_bos_token", True)
+    return SentencePiece(model, config.get("bos_token_id") if adds_bos else None)
 
 
 def hub(folder: Path, config: dict[str, Any], chosen: Languages | None = None) -> Hub:
@@ -48,7 +55,6 @@ def hub(folder: Path, config: dict[str, Any], chosen: Languages | None = None) -
         content = (folder / "tokenizer.json").read_text("utf-8")
     elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         implementations = require("tokenizers.implementations", "hub")
-
         content = implementations.ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt")).to_str()
     else:
         files = "tokenizer.json, tokenizer.model, or vocab.json and merges.txt"

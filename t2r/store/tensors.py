@@ -80,15 +80,15 @@ def _bytes(entry: dict[str, Any]) -> int:
 
 
 def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+    """model.safetensors, or the files of an index. Where there are both, the single file counts, as in transformers."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        return [single]
     if not index.exists():
-        path = folder / "model.safetensors"
-        if not path.exists():
-            others = sorted(p.name for p in folder.glob("*.bin"))
-            pickle = "{} is a pickle, which may run code: save the model as safetensors"
-            hint = pickle.format(others[0]) if others else "copy it there"
-            raise InputError(f"no model.safetensors and no model.safetensors.index.json in {folder}: {hint}")
-        return [path]
+        others = sorted(p.name for p in folder.glob("*.bin"))
+        pickle = "{} is a pickle, which may run code: save the model as safetensors"
+        hint = pickle.format(others[0]) if others else "copy it there"
+        raise InputError(f"no model.safetensors and no model.safetensors.index.json in {folder}: {hint}")
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (json.JSONDecodeError, KeyError, AttributeError) as error:

@@ -90,6 +90,7 @@ def translator(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_convert_translate_evaluate(translator, tmp_path):
     """Standard input, files, n-best lists and scores, from a hybrid."""
     options = [f"--model={translator}", f"--output={tmp_path}/rnn", "--features=4", "--cross_features=8", "--keep=1"]

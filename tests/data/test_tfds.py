@@ -50,6 +50,7 @@ def test_articles_begin_at_titles_only():
     assert "".join(parts) == text and [article.split("=")[1].strip() for article in parts] == ["One", "Two"]
 
 
+@pytest.mark.slow
 def test_training_on_prepared_pairs_does_not_import_tensorflow(tmp_path, data_dir, call):
     """Two training corpora; languages in either order; a training process in which TensorFlow cannot be imported."""
     files, pairs = tmp_path / "files", number_pairs(1000)

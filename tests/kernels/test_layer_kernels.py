@@ -18,7 +18,7 @@ from t2r.kernels.decoding.prefetch import lines_of_program
 from t2r.model.config import AttentionSpec
 from t2r.model.loss import source_states
 from t2r.model.parameters import abstract_model
-from tests.conftest import error, make_model, micro, micro_mt, random_tokens
+from tests.conftest import error, make_model, micro, micro_mt, random_tokens, slow_but
 from tests.kernels.test_attention_kernels import imagined_gpu
 
 SOFTMAX, MERGED, NARROW = AttentionSpec(), AttentionSpec("merged", "t2r", 16), AttentionSpec("merged", "t2r", 4)
@@ -65,7 +65,7 @@ TRANSLATION = {
 }
 
 
-@pytest.mark.parametrize("kind", ["t2r", pytest.param("softmax", marks=pytest.mark.slow), "both, norms before"])
+@pytest.mark.parametrize("kind", slow_but(TRANSLATION, "both, norms before"))
 def test_the_kernels_equal_the_step_of_translation(kind):
     """Two translations of each source, one of which has ended."""
     model = make_model(micro_mt(**TRANSLATION[kind]))
@@ -110,6 +110,7 @@ def test_the_kernels_equal_the_models_step_on_a_gpu(kind, monkeypatch):
         assert error(*(jax.tree.map(lambda x: x[same] if x.ndim else x, layer) for layer in layers)) < 0.02
 
 
+@pytest.mark.slow
 def test_generation_uses_the_kernels_where_they_are_available(monkeypatch):
     """In float32, interpreted: the same tokens, in segments, greedily and sampled."""
     model = make_model(micro(attention=KINDS["both"], adaptive_cutoffs=()))

@@ -58,6 +58,7 @@ def kill_when(process, condition):
     return False
 
 
+@pytest.mark.slow
 def test_killed_runs_resume_exactly(config_file, tmp_path):
     """kill -9 several times: between steps, while a checkpoint is being written, and right after one."""
     whole = train(config_file, tmp_path / "whole")
