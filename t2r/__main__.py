@@ -45,6 +45,9 @@ def main(arguments: list[str]) -> int:
     except Stopped as stopped:
         print(f"{stopped}; run the same command to resume", file=sys.stderr)
         return 128 + signal.SIGTERM  # the status of a process that SIGTERM ended, which schedulers expect
+    except BrokenPipeError:  # the reader of a pipe, such as head, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("stopped; saved files are intact: run the same command to resume", file=sys.stderr)
         return 130
@@ -55,6 +58,9 @@ def parse_flags(command, arguments: list[str]) -> None:
     """Parses the flags of a command; raises an InputError if one is invalid."""
     from t2r.errors import InputError
 
+    for argument in arguments:
+        if not argument.isprintable() and any("\udc80" <= character <= "\udcff" for character in argument):
+            raise InputError(f"{argument!a} is not UTF-8 text")
     if hasattr(command, "_CONFIG"):
         from t2r.training.config import check_arguments
 

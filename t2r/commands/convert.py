@@ -23,7 +23,7 @@ _ATTENTION = flags.DEFINE_enum(
 )
 _KEEP = flags.DEFINE_string("keep", "none", "Layers that keep softmax: none, every_4th (from the top), or 0,4,8.")
 _MERGE = flags.DEFINE_bool("merge", False, "Do not convert: merge φ of a finetuned T2R model into its projections.")
-_SEED = flags.DEFINE_integer("seed", 0, "Random seed of the new feature maps.")
+_SEED = flags.DEFINE_integer("seed", 0, "Random seed of the new feature maps.", lower_bound=0, upper_bound=2**32 - 1)
 
 
 def main() -> dict[str, Any]:

@@ -25,7 +25,7 @@ _SCORES = flags.DEFINE_bool("scores", False, "Also write line numbers and scores
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Above 0: sample instead of beam search.")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the most likely tokens whose total probability reaches this.")
-_SEED = flags.DEFINE_integer("seed", 0, "Random seed for sampling.")
+_SEED = flags.DEFINE_integer("seed", 0, "Random seed for sampling.", lower_bound=0, upper_bound=2**32 - 1)
 _BATCH = flags.DEFINE_integer("batch", 32, "Sentences translated at a time.", lower_bound=1)
 _MAX_SOURCE = flags.DEFINE_integer("max_source", 1024, "Maximum tokens per line.", lower_bound=2)
 _OVERLONG = flags.DEFINE_enum("overlong", "error", ["error", "truncate"], "What to do with longer lines.")

@@ -34,6 +34,8 @@ def merge(model: LanguageModel) -> LanguageModel:
     ]
     if config.positions == "rotary" and any(name == "attention" for name, _ in linear):
         problems.append("rotary positions rotate queries and keys between the projection and φ")
+    if config.query_norm:
+        problems.append("queries and keys are normalised between the projection and φ")
     raise_all("cannot merge φ into the projections:", problems)
     model = nnx.merge(*nnx.split(model))  # a new object that shares the arrays
     for name, layer in linear:

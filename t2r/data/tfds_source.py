@@ -54,7 +54,8 @@ def open_split(name: str, split: str, fields: Sequence[str], convert: Callable[[
 
 
 def _newest_version(folder: Path, name: str) -> Path:
-    versions = sorted(path for path in (folder / name).glob("*.*.*") if (path / "dataset_info.json").exists())
+    prepared = (path for path in (folder / name).glob("*.*.*") if (path / "dataset_info.json").exists())
+    versions = sorted(prepared, key=lambda path: [int(part) if part.isdigit() else 0 for part in path.name.split(".")])
     if not versions:
         raise InputError(
             f"no prepared data set in {folder / name}: run launch/prepare_data --name={name}, or set TFDS_DATA_DIR to "

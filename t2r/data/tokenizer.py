@@ -15,8 +15,12 @@ import sentencepiece
 from t2r.data.byte_pairs import BytePairs
 from t2r.errors import InputError
 from t2r.extras import require
+from t2r.files import read_file, read_json
 
 _CACHED_WORDS = 2**16  # words whose subwords are remembered: most of a text
+
+
+COPY = "copy the tokenizer again"  # what to do about a damaged file
 
 
 @runtime_checkable
@@ -50,6 +54,8 @@ class SentencePiece:
         self._model, self._begin = model, begin
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.vocab_size = self._processor.vocab_size()
+        if not self.vocab_size:
+            raise InputError(f"a sentencepiece model of {len(model)} bytes has no pieces: {COPY}")
         self.stop = self.start = self._processor.eos_id()
         self.begins, self.end = begin is not None, self.stop if begin is None else begin
 
@@ -91,7 +97,7 @@ class SentencePiece:
     @classmethod
     def load(cls, folder: Path) -> "SentencePiece":
         ids = folder / cls.ids_file
-        return cls((folder / cls.file).read_bytes(), **(json.loads(ids.read_text()) if ids.exists() else {}))
+        return cls((folder / cls.file).read_bytes(), **(read_json(ids, COPY) if ids.exists() else {}))
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
@@ -185,7 +191,7 @@ class FairseqSubwords:
 
     @classmethod
     def load(cls, folder: Path) -> "FairseqSubwords":
-        return cls(**json.loads((folder / cls.file).read_text("utf-8")))
+        return cls(**read_json(folder / cls.file, COPY))
 
     @functools.cached_property
     def _moses(self):
@@ -243,7 +249,7 @@ class Hub:
 
     @classmethod
     def load(cls, folder: Path) -> "Hub":
-        return cls((folder / cls.file).read_text("utf-8"), **json.loads((folder / cls.ids_file).read_text()))
+        return cls(read_file(folder / cls.file, COPY), **read_json(folder / cls.ids_file, COPY))
 
     def encode(self, text: str) -> list[int]:
         return self._tokens.encode(text, add_special_tokens=False).ids
@@ -287,7 +293,7 @@ class Pieces:
 
     @classmethod
     def load(cls, folder: Path) -> "Pieces":
-        return cls((folder / cls.file).read_bytes(), json.loads((folder / cls.vocabulary_file).read_text("utf-8")))
+        return cls((folder / cls.file).read_bytes(), read_json(folder / cls.vocabulary_file, COPY))
 
     def encode(self, text: str) -> list[int]:
         pieces = self._processor.encode(text, out_type=str)
@@ -338,7 +344,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer in a folder; its file name tells its kind."""
     for kind in KINDS:
         if (folder / kind.file).exists():
-            return kind.load(folder)
+            try:
+                return kind.load(folder)
+            except Exception as error:  # libraries raise many kinds for a damaged file
+                reason = " ".join(str(error).split())[:200] or type(error).__name__
+                raise InputError(f"{folder / kind.file} is damaged ({reason}): {COPY}") from None
     raise InputError(f"no tokenizer in {folder}: expected {' or '.join(kind.file for kind in KINDS)}")
 
 

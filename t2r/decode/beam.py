@@ -7,6 +7,7 @@ beams.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,8 +40,8 @@ class Beam:
         problems = []
         if self.size < 1:
             problems.append(f"beam={self.size} must be at least 1")
-        if self.length_penalty < 0:
-            problems.append(f"length_penalty={self.length_penalty} must be at least 0")
+        if not 0 <= self.length_penalty < math.inf:
+            problems.append(f"length_penalty={self.length_penalty} must be at least 0 and finite")
         raise_all("beam search:", problems)
 
 

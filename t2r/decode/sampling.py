@@ -1,5 +1,6 @@
 """Sampling of the next token."""
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -19,8 +20,8 @@ class Sampling:
 
     def __post_init__(self):
         problems = []
-        if self.temperature < 0:
-            problems.append(f"temperature={self.temperature} must be at least 0 (0: greedy)")
+        if not 0 <= self.temperature < math.inf:
+            problems.append(f"temperature={self.temperature} must be at least 0 (0: greedy) and finite")
         if self.top_k < 0:
             problems.append(f"top_k={self.top_k} must be at least 0 (0: no limit)")
         if not 0 < self.top_p <= 1:

@@ -42,6 +42,8 @@ def generate_text(
     each new piece of text as it is generated.
     """
     model, tokenizer, _ = loaded
+    if model.config.encoder_layers:
+        raise InputError("this is a translation model: use `t2r translate`")
     generation = _begin(loaded, prompts, length, seed, load_state)
     stops = stop_ids(tokenizer)
     single = len(generation.done) == 1

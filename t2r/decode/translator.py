@@ -132,6 +132,8 @@ def translate_file(
         raise InputError(f"--n_best={n_best} is more than --beam={options.beam.size}: raise the beam")
     if options.sampling and (n_best > 1 or scores):
         raise InputError("--n_best and --scores need beam search: leave out --temperature")
+    if source and output and Path(output).exists() and os.path.samefile(source, output):
+        raise InputError(f"--output={output} is the input: choose another file")
     lines, began = read_lines(source), time.perf_counter()
     lines_at_once = options.batch * BATCHES_AT_ONCE
     with writer(output) as write, Progress("translate", len(lines)) as progress:

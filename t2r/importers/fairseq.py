@@ -33,6 +33,8 @@ IGNORED = (
     r".*\.version",
     r".*\._float_tensor",
     r".*\.embed_positions\.weights",
+    # fairseq 0.12 keeps copies of an encoder layer's weights for a fused kernel, and refills them when it loads one.
+    r"encoder\.layers\.\d+\.(in_proj|out_proj|fc1|fc2)_(weight|bias)",
 )  # version and type markers, sinusoidal positions
 OLD_NAMES = {
     r"(encoder\.layers\.\d+)\.layer_norms\.0": r"\1.self_attn_layer_norm",

@@ -3,7 +3,6 @@
 In this file `c` is the content of a Hugging Face config.json, and `fields` are those of our ModelConfig.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from t2r.errors import InputError, raise_all
+from t2r.files import read_json
 from t2r.importers.names import TensorRule, Transform, bias_to_heads, from_heads, load, to_heads, transposed
 from t2r.model.config import AttentionSpec, ModelConfig, from_dict
 from t2r.store.tensors import Tensors
@@ -96,14 +96,7 @@ def check_keys(kind: str, config: TrackedConfig, family: Family) -> None:
 
 def load_checkpoint(folder: Path) -> tuple[ModelConfig, dict[str, np.ndarray], Fields]:
     """A model's config and arrays, and its original config.json."""
-    try:
-        original = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError:
-        raise InputError(
-            f"{folder / 'config.json'} does not exist: give the directory of a Hugging Face model"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"{folder / 'config.json'} is not JSON: {error}") from None
+    original = read_json(folder / "config.json", "give the directory of a Hugging Face model")
     kind = original.get("model_type")
     if kind in REFUSED:
         raise InputError(f"{folder}: {kind} is not supported: {REFUSED[kind]}")
@@ -118,19 +111,22 @@ def load_checkpoint(folder: Path) -> tuple[ModelConfig, dict[str, np.ndarray], F
     except KeyError as error:
         raise InputError(f"{folder / 'config.json'} has no {error}, which {kind} needs") from None
     check_keys(kind, theirs, family)
-    config = from_dict(fields | untied_fields(fields, rules, tensors))
+    config = from_dict(fields | stored_fields(fields, rules, tensors))
     ignore = family.ignore + (("lm_head\\.weight",) if config.tied_output else ())
     return config, load(config, rules, tensors, ignore=ignore), original
 
 
-def untied_fields(fields: Fields, rules: list[TensorRule], tensors: Mapping[str, np.ndarray]) -> Fields:
-    """tied_output=False where an output table is stored that differs from the embedding, whatever the config says: so
-    does transformers."""
+def stored_fields(fields: Fields, rules: list[TensorRule], tensors: Mapping[str, np.ndarray]) -> Fields:
+    """Fields that follow from which tensors are stored, as in transformers: an output table that differs from the
+    embedding is not tied to it, whatever the config says; a missing output bias is zero."""
     names = {rule.ours: rule.theirs for rule in rules}
     output, table = names.get("embedding.output"), names.get("embedding.table")
-    if not fields.get("tied_output", True) or output not in tensors or table not in tensors:
-        return {}
-    return {} if np.array_equal(tensors[output], tensors[table]) else {"tied_output": False}
+    stored = {}
+    if fields.get("output_bias") and names["embedding.bias"] not in tensors:  # a model saved without its output layer
+        stored["output_bias"] = False
+    if fields.get("tied_output", True) and output in tensors and table in tensors:
+        stored["tied_output"] = bool(np.array_equal(tensors[output], tensors[table]))
+    return stored
 
 
 def _without_prefix(tensors: Mapping[str, np.ndarray], prefixes: tuple[str, ...]) -> Mapping[str, np.ndarray]:

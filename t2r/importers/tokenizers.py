@@ -1,6 +1,5 @@
 """Reads the tokenizer files beside imported weights."""
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from t2r.data.tokenizer import (
 )
 from t2r.errors import InputError, raise_all
 from t2r.extras import require
+from t2r.files import read_json
 from t2r.model.config import ModelConfig
 
 
@@ -159,4 +159,4 @@ def _text(path: Path) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+    return read_json(path, "copy it again") if path.exists() else {}

@@ -127,7 +127,10 @@ class ModelConfig:
     def __post_init__(self):
         # Defaults that depend on other fields are resolved here, so that code that reads a config sees final values.
         fill = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        uneven = []
         if self.heads > 0:
+            if not self.head_dim and self.width % self.heads:
+                uneven = [f"width={self.width} is not a multiple of heads={self.heads}: set head_dim"]
             fill("kv_heads", self.kv_heads or self.heads)
             fill("head_dim", self.head_dim or self.width // self.heads)
         fill("adaptive_cutoffs", tuple(self.adaptive_cutoffs))
@@ -136,7 +139,7 @@ class ModelConfig:
         if self.encoder_layers:
             fill("cross_attention", self._specs(self.cross_attention))
             fill("source_vocab_size", self.source_vocab_size or self.vocab_size)
-        raise_all("model config:", self._problems())
+        raise_all("model config:", uneven + self._problems())
 
     def _specs(self, specs: tuple[AttentionSpec, ...]) -> tuple[AttentionSpec, ...]:
         """One spec for each layer: as many as layers are given, one for all, or none (softmax)."""

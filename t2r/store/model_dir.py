@@ -12,13 +12,14 @@ import numpy as np
 
 from t2r.data.tokenizer import Tokenizer, TokenizerPair, load_pair, load_tokenizer
 from t2r.errors import InputError, raise_all
-from t2r.files import atomic_directory
+from t2r.files import atomic_directory, read_json, recover
 from t2r.model.config import RUNTIME_FIELDS, ModelConfig, from_dict
 from t2r.model.parameters import abstract_model, arrays_of, with_arrays
 from t2r.model.transformer import LanguageModel
 from t2r.store import tensors
 
 FORMAT = "t2r/1"
+PURPOSE = "give a t2r model directory, or builtin:NAME"
 PRETRAINED = Path(__file__).parent.parent / "pretrained"
 
 
@@ -56,10 +57,12 @@ def save(path: Path, content: LoadedModel, *, replace: bool = False, dtype: str 
 def load(path: str | Path, **runtime: Any) -> LoadedModel:
     """Loads a model directory; `runtime` overrides config fields that do not affect parameters, such as dtype."""
     path = resolve(str(path))
+    if not path.exists():
+        recover(path)  # from a process that was killed while it replaced the directory
     config = load_config(path, **runtime)
     model = with_arrays(abstract_model(config), load_arrays(path, config))
     tokenizer = load_pair(path) if config.encoder_layers else load_tokenizer(path)
-    return LoadedModel(model, tokenizer, json.loads(_read(path / "provenance.json")))
+    return LoadedModel(model, tokenizer, _provenance(path / "provenance.json"))
 
 
 def load_config(path: Path, **runtime: Any) -> ModelConfig:
@@ -72,10 +75,7 @@ def load_config(path: Path, **runtime: Any) -> ModelConfig:
             if name not in RUNTIME_FIELDS
         ],
     )
-    try:
-        fields = json.loads(_read(path / "config.json"))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path / 'config.json'} is not JSON: {error}") from None
+    fields = read_json(path / "config.json", PURPOSE)
     if fields.pop("format", None) != FORMAT:
         raise InputError(f"{path} is not a t2r model directory: its config.json has no format {FORMAT!r}")
     family = fields.pop("family", None)
@@ -115,8 +115,8 @@ def _copied(array: np.ndarray) -> jnp.ndarray:
     return jax.device_put(np.asarray(array, np.float32), may_alias=False).block_until_ready()
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"{path} does not exist: give a t2r model directory, or builtin:NAME") from None
+def _provenance(path: Path) -> dict[str, Any]:
+    provenance = read_json(path, PURPOSE)
+    if not isinstance(provenance.get("history"), list):
+        raise InputError(f"{path} has no list 'history': copy it again")
+    return provenance

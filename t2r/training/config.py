@@ -5,6 +5,7 @@ Config files start from `default_config()`. It is locked, so a misspelt field is
 
 import difflib
 import importlib.util
+import math
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -216,6 +217,7 @@ def check(config: ConfigDict) -> None:
     """Raises one InputError for all invalid values of a config."""
     data, optimizer, problems = config.data, config.optimizer, []
     for name, value, least in [
+        ("seed", config.seed, 0),
         ("steps", config.steps, 1),
         ("accumulate", config.accumulate, 1),
         ("log_every", config.log_every, 1),
@@ -247,8 +249,15 @@ def check(config: ConfigDict) -> None:
         problems.append(f"config.data.batch={data.batch} must be a multiple of config.accumulate={config.accumulate}")
     if data.max_ratio and data.max_ratio < 1:
         problems.append(f"config.data.max_ratio={data.max_ratio} must be at least 1, or 0 to keep all pairs")
-    if not optimizer.learning_rate > 0:
-        problems.append(f"config.optimizer.learning_rate={optimizer.learning_rate} must be above 0")
+    for name in ("learning_rate", "eps", "period_growth", "peak_shrink"):
+        if not 0 < optimizer[name] < math.inf:
+            problems.append(f"config.optimizer.{name}={optimizer[name]} must be above 0 and finite")
+    for name in ("min_learning_rate", "warmup_from", "weight_decay", "clip_norm"):
+        if not 0 <= optimizer[name] < math.inf:
+            problems.append(f"config.optimizer.{name}={optimizer[name]} must be at least 0 and finite")
+    for name in ("b1", "b2", "momentum"):
+        if not 0 <= optimizer[name] < 1:
+            problems.append(f"config.optimizer.{name}={optimizer[name]} must be at least 0 and below 1")
     if config.init_from and set(config.model) - set(RUNTIME_FIELDS):
         problems.append(
             "config.model sets an architecture, but config.init_from already has one: use a config variant for "

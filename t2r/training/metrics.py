@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 from t2r import processes
+from t2r.errors import InputError
+from t2r.files import read_file
 
 
 class Metrics:
@@ -60,5 +62,14 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """The complete lines of a metrics file; a last line that a crash cut off is skipped."""
     if not path.exists():
         return []
-    text = path.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    fix = "move it away: the run then logs into a new one"
+    text, lines = read_file(path, fix), []
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError:
+            values = None
+        if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+            raise InputError(f"line {number} of {path} is damaged: {fix}")
+        lines.append(values)
+    return lines

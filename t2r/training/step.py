@@ -133,6 +133,9 @@ def finish(
     trained = optax.apply_updates(state.trained, updates)
     metrics = {name: loss / total.tokens for name, loss in total.losses.items()}
     if objective.transfer:
+        # Weight decay and momentum must not move what does not learn: only converted attention does.
+        learning = tuple(f"blocks.{name}." for name in objective.names)
+        trained = {name: x if name.startswith(learning) else state.trained[name] for name, x in trained.items()}
         metrics = {"distance": _mean(metrics), **{f"distance.{name}": value for name, value in metrics.items()}}
     metrics |= {"gradient_norm": optax.global_norm(gradient), "tokens": total.tokens}
     return state._replace(step=state.step + 1, trained=trained, optimizer=opt_state), metrics

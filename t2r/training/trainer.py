@@ -1,9 +1,11 @@
 """A training run from start to end: set up, restore, run the steps, save the model directory."""
 
+import contextlib
 import json
 import math
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from ml_collections import ConfigDict
 from t2r import environment, processes
 from t2r.console import Progress, say
 from t2r.errors import InputError, Stopped, raise_all
+from t2r.files import exclusive, read_json
 from t2r.layout import shardings
 from t2r.model.parameters import arrays_of, parameter_count, trainable_names, with_arrays
 from t2r.model.transformer import LanguageModel
@@ -58,22 +61,33 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     Returns the path of the trained model, its number of steps and its validation perplexity.
     """
     check(config)
+    # Of several processes, which share the work directory, the first holds it for all.
+    alone = exclusive(workdir) if processes.is_first() else contextlib.nullcontext()
+    with alone, quiet_libraries():
+        checkpoints = Checkpoints(workdir / "checkpoints", max(config.keep_checkpoints, config.average_checkpoints))
+        if checkpoints.latest is not None:
+            check_same_run(config, workdir)
+        with full_disk_explained(workdir, checkpoints):
+            return run_to_the_end(config, workdir, checkpoints)
+
+
+def run_to_the_end(config: ConfigDict, workdir: Path, checkpoints: Checkpoints) -> dict[str, Any]:
+    """Sets the run up, restores it, runs its steps, and writes the model directory."""
     began = time.time()
-    checkpoints = Checkpoints(workdir / "checkpoints", max(config.keep_checkpoints, config.average_checkpoints))
-    if checkpoints.latest is not None:
-        check_same_run(config, workdir)
-    with quiet_libraries(), full_disk_explained(workdir, checkpoints):
-        run, state, batches = set_up(config, workdir, checkpoints)
-        processes.on_first_process(lambda: write_config(config, workdir))  # after set_up, which checks it further
-        state = restore(run, state, batches)
-        state = run_steps(run, state, batches)
-        state, averaged = average(run, state)
-        return save_model(run, state, {"checkpoints": averaged}, began)
+    run, state, batches = set_up(config, workdir, checkpoints)
+    processes.on_first_process(lambda: write_config(config, workdir))  # after set_up, which checks it further
+    state = restore(run, state, batches)
+    state = run_steps(run, state, batches)
+    state, averaged = average(run, state)
+    return save_model(run, state, {"checkpoints": averaged}, began)
 
 
 def check_same_run(config: ConfigDict, workdir: Path) -> None:
     """Raises an InputError if the run in `workdir` has another config, apart from the fields in MAY_CHANGE."""
-    before, now = json.loads((workdir / "config.json").read_text()), json.loads(config.to_json())
+    before, now = (
+        read_json(workdir / "config.json", "move the work directory away to start over"),
+        json.loads(config.to_json()),
+    )
     changed = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
     raise_all(
         f"{workdir} holds a run with another config (choose another workdir, or remove it):",
@@ -108,6 +122,11 @@ def restore(run: Run, state: TrainState, batches: grain.DatasetIterator) -> Trai
     """The state of the newest checkpoint, after moving `batches` to its position; `state` if there is no checkpoint."""
     if run.checkpoints.latest is not None:
         state, data = run.checkpoints.restore(state)
+        if int(state.step) > run.config.steps:
+            raise InputError(
+                f"{run.workdir} is at step {int(state.step)}, beyond config.steps={run.config.steps}: choose as many "
+                "steps or more, or another workdir"
+            )
         batches.set_state(data)
         say(f"continuing at step {int(state.step)} of {run.config.steps}")
     total = parameter_count(arrays_of(run.built.model))
@@ -133,12 +152,13 @@ def run_steps(run: Run, state: TrainState, batches: grain.DatasetIterator) -> Tr
             if saving or evaluating or logging:
                 log.check_finite(checkpoints)
             progress.advance(**(log.write(step) if logging else {}))
-            if evaluating:
-                score = run.validate(state)
-                log.metrics.write(step, valid_perplexity=score)
-                progress.say(f"step {step}: validation perplexity {score:.2f}")
-            if saving:
-                checkpoints.save(step, state, batches.get_state())
+            with log.not_timed():
+                if evaluating:
+                    score = run.validate(state)
+                    log.metrics.write(step, valid_perplexity=score)
+                    progress.say(f"step {step}: validation perplexity {score:.2f}")
+                if saving:
+                    checkpoints.save(step, state, batches.get_state())
             if stopping and not last:
                 checkpoints.close()
                 log.metrics.close()
@@ -166,6 +186,13 @@ class Log:
         self._unchecked: list[tuple[int, dict]] = []
         self._latest: dict[str, float] = {}
         self._tokens, self._since = 0.0, time.monotonic()
+
+    @contextlib.contextmanager
+    def not_timed(self) -> Iterator[None]:
+        """Within it, time does not count for tokens_per_second."""
+        began = time.monotonic()
+        yield
+        self._since += time.monotonic() - began
 
     def add(self, step: int, result: dict[str, jax.Array]) -> None:
         """Stores the result of a step without waiting for it."""

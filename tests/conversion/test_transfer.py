@@ -67,6 +67,7 @@ def test_a_run_begins_with_transfer_and_then_finetunes(tmp_path, tokenizer, text
     config.data.update(source=f"text:{text_file}", length=16, batch=4)
     config.mesh.data, config.teacher.transfer_steps = 1, 2
     config.steps, config.log_every = 4, 1
+    config.checkpoint_every, config.keep_checkpoints, config.optimizer.weight_decay = 2, 2, 0.5
     train(config, tmp_path / "run")
     lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "gradient_norm" in line]
     assert [set(line) & {"distance", "distance.0.attention", "loss"} for line in lines] == [
@@ -74,3 +75,13 @@ def test_a_run_begins_with_transfer_and_then_finetunes(tmp_path, tokenizer, text
         *2 * [{"loss"}],
     ]
     assert all(0 < line["distance"] < 10 for line in lines[:2])
+    # Weight decay moves the attention that learns, and nothing else, while it learns alone.
+    after = restored_parameters(tmp_path / "run" / "checkpoints" / "2")
+    moved = {name for name, array in arrays_of(model).items() if name in after and not np.allclose(after[name], array)}
+    assert moved and all(name.startswith("blocks.0.attention.") for name in moved)
+
+
+def restored_parameters(folder):
+    import orbax.checkpoint as ocp
+
+    return {k: np.asarray(v) for k, v in ocp.StandardCheckpointer().restore(folder / "state")["trained"].items()}

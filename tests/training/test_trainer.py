@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from t2r.errors import InputError
+from t2r.files import exclusive
 from t2r.training import trainer
 from t2r.training.build import build
 from t2r.training.config import load_config
@@ -217,6 +218,12 @@ def test_a_run_resumes_with_more_steps_but_not_with_another_config(config_file, 
     assert run(steps=6)["steps"] == 6 and "continuing at step 4 of 6" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"config.seed was 0, is 7(.|\n)*config.accumulate was"):
         run(seed=7, accumulate=1)
+    metrics = (workdir / "metrics.jsonl").read_text()
+    with pytest.raises(InputError, match=r"is at step 6, beyond config\.steps=5"):
+        run(steps=5)
+    assert (workdir / "metrics.jsonl").read_text() == metrics
+    with exclusive(workdir), pytest.raises(InputError, match="another run is using"):
+        run(steps=7)
     provenance = json.loads((workdir / "model" / "provenance.json").read_text())
     assert [entry["action"] for entry in provenance["history"]] == ["swap", "train"]
     assert list((workdir / "tensorboard").glob("events*"))
