@@ -72,7 +72,8 @@ def pytest_collection_modifyitems(items):
 
 def slow_but(cases, *quick) -> list:
     """Parameters of a test, of which the quick suite has only some."""
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    slow = lambda case: pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)  # noqa: E731
+    return [case if case in quick else slow(case) for case in cases]
 
 
 def error(actual, expected) -> float:

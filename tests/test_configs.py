@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
+from conftest import slow_but
 from t2r.conversion.swap import swap
 from t2r.errors import InputError
 from t2r.model.config import from_dict
@@ -50,7 +51,7 @@ def test_unknown_variants_are_refused():
             load_config(f"{CONFIGS}/{name}")
 
 
-@pytest.mark.parametrize("name", ["wmt", "wikitext103"])
+@pytest.mark.parametrize("name", slow_but(["wmt", "wikitext103"], "wmt"))
 def test_the_papers_models_have_the_stated_number_of_parameters(name):
     """φ adds r·k·(d + 1) parameters to each converted attention, with r heads."""
     stated = int(re.search(r"^([\d,]+) parameters", module(name).__doc__, re.M)[1].replace(",", ""))

@@ -26,6 +26,7 @@ def abstract_batch(sequences, targets, sources=None):
     return Batch(ids(targets + 1), None if sources is None else ids(sources))
 
 
+@pytest.mark.slow
 def test_operations_of_the_papers_language_model_by_hand():
     """Per token: 6 for each parameter of the layers and of the first softmax band, 6 · n · 1,024 for causal attention.
 

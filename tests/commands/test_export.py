@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.flax import load_file
 
-from conftest import error, make_model, micro, micro_mt
+from conftest import error, make_model, micro, micro_mt, slow_but
 from t2r.attention.feature_map import FEATURE_MAPS
 from t2r.data.tokenizer import TokenizerPair, Words
 from t2r.export import formulas
@@ -87,7 +87,7 @@ LANGUAGE_MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", LANGUAGE_MODELS)
+@pytest.mark.parametrize("kind", slow_but(LANGUAGE_MODELS, "recurrent"))
 def test_an_exported_language_model_equals_the_original(kind, tmp_path, tokenizer, call):
     """Two kinds of linear attention; a rotary hybrid; a transformer with a batch of two, in bfloat16."""
     config, flags = LANGUAGE_MODELS[kind]

@@ -56,6 +56,7 @@ def test_a_language_model_is_imported_with_its_tokenizer(tmp_path, call):
     assert status == 2 and "exists already" in printed
 
 
+@pytest.mark.slow
 def test_a_multilingual_model_translates_between_chosen_languages(tmp_path, call):
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 

@@ -11,7 +11,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import make_model, micro_mt
+from conftest import make_model, micro_mt, slow_but
 from t2r.batch import PADDING
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
@@ -106,7 +106,10 @@ def all_log_probs(graph, arrays, source, tokens):
     return model.log_probs(model(tokens, source=model.source_states(jnp.maximum(source, 0), source != PADDING))[0])
 
 
-@pytest.mark.parametrize(("size", "penalty", "early"), [(1, 0.6, True), (3, 0.0, True), (3, 0.6, False)])
+SEARCHES = [(1, 0.6, True), (3, 0.0, True), (3, 0.6, False)]
+
+
+@pytest.mark.parametrize(("size", "penalty", "early"), slow_but(SEARCHES, SEARCHES[-1]))
 @given(seed=st.integers(0, 2**16))
 def test_any_beam_equals_the_naive_search(size, penalty, early, seed):
     model = model_of("merged", seed)

@@ -43,7 +43,10 @@ def compare(folder):
     assert sequences[0] == (expected[: expected.index(2)] if 2 in expected else expected)
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("llama3", "mistral", "gemma3", "gpt2", "gpt_neox", "opt", "marian")
+
+
+@pytest.mark.parametrize("name", slow_but(CASES, *QUICK))
 def test_an_imported_model_equals_the_original(name):
     compare(FOLDER / name)
 

@@ -34,7 +34,8 @@ def small_sizes(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "kind, batch, placement", [("t2r", 3, "before"), ("softmax", 3, "after"), ("both", 17, "before")]
+    "kind, batch, placement",
+    slow_but([("t2r", 3, "before"), ("softmax", 3, "after"), ("both", 17, "before")], ("softmax", 3, "after")),
 )
 def test_the_kernels_equal_the_models_step(kind, batch, placement):
     """For batches that do not fill their groups of sequences, one sequence of which has ended."""

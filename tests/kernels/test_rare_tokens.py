@@ -13,7 +13,7 @@ from t2r.kernels import rare_tokens, support
 from t2r.model import cross_entropy as loss_module
 from t2r.model.cross_entropy import LogitInputs, cross_entropy
 from t2r.training.sharding import make_mesh
-from tests.conftest import error, make_model, micro, random_tokens
+from tests.conftest import error, make_model, micro, random_tokens, slow_but
 from tests.kernels.test_attention_kernels import imagined_gpu
 
 POSITIONS, VOCABULARY = 200, 1100
@@ -72,7 +72,7 @@ def test_with_many_positions_the_vocabulary_has_fewer_parts(monkeypatch):
     assert rare_tokens._Blocks.of(x, table, True).parts == 3
 
 
-@pytest.mark.parametrize("axes", [{}, {"data": 4, "fsdp": 2}, {"tensor": 2, "data": 4}])
+@pytest.mark.parametrize("axes", slow_but([{}, {"data": 4, "fsdp": 2}, {"tensor": 2, "data": 4}], {}))
 def test_the_adaptive_softmax_uses_them(axes, monkeypatch):
     """On one device, and on each device's own sequences; not if the vocabulary is sharded."""
     monkeypatch.setattr(loss_module, "has_rare_token_kernels", lambda kernels, x: kernels != "off")
