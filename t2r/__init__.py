@@ -52,6 +52,20 @@ def load(path: str | Path, **runtime: Any) -> "LoadedModel":
     return model_dir.load(path, **runtime)
 
 
+def _loaded(model: "LoadedModel | str | Path") -> "LoadedModel":
+    """A loaded model; a path is loaded first, anything else is an error."""
+    from t2r.errors import InputError
+    from t2r.store.model_dir import LoadedModel
+
+    if isinstance(model, (str, Path)):
+        return load(model)
+    if not isinstance(model, LoadedModel):
+        raise InputError(
+            f"a {type(model).__name__} is not a model with its tokenizer: give what t2r.load returns, or a path"
+        )
+    return model
+
+
 def save(model: "LoadedModel", path: str | Path) -> None:
     """Writes a model directory, which must not exist yet."""
     from t2r.store import model_dir
@@ -73,26 +87,27 @@ def convert(
     feature_map: str = "t2r",
     features: int | None = None,
     cross_features: int | None = None,
-    keep: str = "none",
+    keep: str | Sequence[int] = "none",
     attention: str = "all",
     seed: int = 0,
 ) -> "LoadedModel":
     """The model with linear attention in place of softmax, in all layers but those kept. It must then be finetuned.
 
-    `keep` is none, every_4th (from the top, the paper's T2R 75%), or layer numbers such as 0,4,8; `features` the size
-    of φ (default: the map's own); `attention` all, causal or cross, in translation models.
+    `keep` is none, every_4th (from the top, the paper's T2R 75%), or layer numbers such as "0,4,8" or [0, 4, 8];
+    `features` is the size of φ (default: the map's own); `attention` is all, causal or cross, in translation models.
     """
     from t2r.conversion.directory import convert_model
 
     sizes = dict(features=features, cross_features=cross_features)
-    return convert_model(model, feature_map=feature_map, keep=keep, attention=attention, seed=seed, **sizes)
+    keep = keep if isinstance(keep, str) else ",".join(map(str, keep)) or "none"
+    return convert_model(_loaded(model), feature_map=feature_map, keep=keep, attention=attention, seed=seed, **sizes)
 
 
 def merge(model: "LoadedModel") -> "LoadedModel":
     """The model for inference: φ folded into the projections of every T2R attention."""
     from t2r.conversion.directory import merge_model
 
-    return merge_model(model)
+    return merge_model(_loaded(model))
 
 
 def generate(
@@ -110,8 +125,10 @@ def generate(
     from t2r.decode.text import generate_text
 
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    if not prompts:
+        return []
     sampling = Sampling(temperature, top_k, top_p)
-    texts = generate_text(model, prompts, length, sampling=sampling, seed=seed).texts
+    texts = generate_text(_loaded(model), prompts, length, sampling=sampling, seed=seed).texts
     return texts[0] if isinstance(prompt, str) else texts
 
 
@@ -123,7 +140,7 @@ def translate(
     from t2r.decode.translator import TranslateOptions, translate_lines
 
     given = [lines] if isinstance(lines, str) else list(lines)
-    found = translate_lines(model, given, TranslateOptions(beam=Beam(beam, length_penalty)))
+    found = translate_lines(_loaded(model), given, TranslateOptions(beam=Beam(beam, length_penalty)))
     texts = [translations[0].text for translations in found]
     return texts[0] if isinstance(lines, str) else texts
 
@@ -133,7 +150,7 @@ def evaluate(model: "LoadedModel", data: str, *, split: str | None = None, **opt
     tsv:PATH or tfds:NAME; options as in `t2r.evaluation.score`."""
     from t2r.evaluation.score import evaluate
 
-    return evaluate(model, data, split=split, **options)
+    return evaluate(_loaded(model), data, split=split, **options)
 
 
 def load_config(name: str) -> "ConfigDict":
@@ -143,8 +160,8 @@ def load_config(name: str) -> "ConfigDict":
     return load_config(name)
 
 
-def train(config: "ConfigDict", workdir: str | Path) -> dict[str, Any]:
-    """Runs a config to its end, from the newest checkpoint in the work directory if there is one."""
+def train(config: "ConfigDict | str", workdir: str | Path) -> dict[str, Any]:
+    """Runs a config, or the one of this name, to its end, from the newest checkpoint in the work directory if any."""
     from t2r.training.trainer import train
 
-    return train(config, Path(workdir))
+    return train(load_config(config) if isinstance(config, str) else config, Path(workdir))

@@ -1,9 +1,11 @@
 """The command line: `t2r COMMAND`, or `python -m t2r COMMAND`. Finds and runs the command."""
 
 import ast
+import difflib
 import importlib.util
 import os
 import pkgutil
+import re
 import signal
 import sys
 
@@ -21,7 +23,10 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in names:
         wants_help = bool(arguments) and arguments[0] in ("help", "--help", "-h")
         if arguments and not wants_help:
-            print(f"unknown command {arguments[0]!r}", file=sys.stderr)
+            given = " ".join(arguments[:2]) if arguments[0] == "benchmark" else arguments[0]
+            close = difflib.get_close_matches(given, names, n=1)
+            meant = f": did you mean {close[0]!r}?" if close else ""
+            print(f"error: unknown command {given!r}{meant}", file=sys.stderr)
         lines = (f"  {name:<20} {_summary(name)}" for name in names)
         print(
             "usage: t2r COMMAND [--FLAG=VALUE ...]      (t2r COMMAND --help explains a command)\n\n" + "\n".join(lines)
@@ -68,7 +73,9 @@ def parse_flags(command, arguments: list[str]) -> None:
     try:
         rest = flags.FLAGS(arguments)[1:]
     except (flags.Error, TypeError, ValueError) as error:
-        raise InputError(str(error)) from None
+        missing = re.findall(r"flag --(\w+)=None: Flag --\w+ must have a value other than None", str(error))
+        message = ", ".join(f"--{name} is missing" for name in missing)
+        raise InputError(f"{message}: see --help" if missing else str(error)) from None
     if rest:
         raise InputError(f"unexpected arguments {' '.join(rest)}: write flags as --name=value")
 

@@ -29,6 +29,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Random seed of the new feature maps.", 
 def main() -> dict[str, Any]:
     from t2r.console import table
     from t2r.conversion.directory import convert_directory
+    from t2r.errors import InputError
     from t2r.model.parameters import arrays_of, parameter_count
 
     plan = dict(
@@ -39,6 +40,9 @@ def main() -> dict[str, Any]:
         keep=_KEEP.value,
         seed=_SEED.value,
     )
+    given = [name for name in plan if flags.FLAGS[name].present]
+    if _MERGE.value and given:
+        raise InputError(f"--merge changes no attention: leave out {', '.join(f'--{name}' for name in given)}")
     plan = {} if _MERGE.value else plan
     model = convert_directory(_MODEL.value, _OUTPUT.value, merge=_MERGE.value, **plan).model
     config = model.config

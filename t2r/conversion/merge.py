@@ -25,7 +25,9 @@ def merge(model: LanguageModel) -> LanguageModel:
         if spec.kind == "linear"
     ]
     if not linear:
-        raise InputError("nothing to merge: the model has no unmerged linear attention; convert it first")
+        merged = any(spec.kind == "merged" for layer_specs in specs.values() for spec in layer_specs)
+        hint = "it is merged already" if merged else "convert it first"
+        raise InputError(f"nothing to merge: the model has no unmerged linear attention; {hint}")
     problems = [
         f"layer {layer}, {SPECS[name]}: only the feature map 't2r' is a linear map before its activation, "
         f"not {specs[name][layer].feature_map!r}"

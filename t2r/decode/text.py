@@ -44,6 +44,10 @@ def generate_text(
     model, tokenizer, _ = loaded
     if model.config.encoder_layers:
         raise InputError("this is a translation model: use `t2r translate`")
+    if length < 1:
+        raise InputError(f"length={length} must be at least 1")
+    if save_state and (Path(save_state).is_dir() or not Path(save_state).absolute().parent.is_dir()):
+        raise InputError(f"--save_state={save_state} cannot be written: name a file in a folder that exists")
     generation = _begin(loaded, prompts, length, seed, load_state)
     stops = stop_ids(tokenizer)
     single = len(generation.done) == 1

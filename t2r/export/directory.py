@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from safetensors.flax import save_file
 
 from t2r import environment
 from t2r.batch import PADDING
@@ -17,7 +16,7 @@ from t2r.export.functions import PLATFORMS, Function, Sizes, longest, lower
 from t2r.extras import require
 from t2r.files import atomic_directory
 from t2r.model.parameters import arrays_of, parameter_count
-from t2r.store import model_dir
+from t2r.store import model_dir, tensors
 from t2r.store.model_dir import LoadedModel
 
 FORMAT = "t2r-export/1"
@@ -63,7 +62,7 @@ def save(path: Path, content: LoadedModel, sizes: Sizes = Sizes()) -> dict[str, 
         for name, function in functions.items():
             (folder / f"{name}.stablehlo").write_bytes(function.exported.serialize())
         weights = {name: array.astype(model.config.dtype) for name, array in arrays_of(model).items()}
-        save_file(weights, folder / "model.safetensors")
+        tensors.write(folder / "model.safetensors", weights, model.config.dtype)
         tokenizer.save(folder)
         (folder / "export.json").write_text(json.dumps(about, indent=1, ensure_ascii=False) + "\n", "utf-8")
         (folder / "README.md").write_text(readme.write(path.name, model.config, functions, about), "utf-8")

@@ -54,6 +54,12 @@ def import_model(
 
 def read_source(source: Path, languages: tokenizers.Languages = tokenizers.Languages()) -> Imported:
     """Reads a Hugging Face directory (it has a config.json) or a fairseq checkpoint (a .pt file)."""
+    if not source.exists():
+        raise InputError(
+            f"{source} does not exist: give a directory or a checkpoint on this machine; nothing is downloaded"
+        )
+    if (source / "provenance.json").exists():
+        raise InputError(f"{source} is a t2r model directory already: use it as it is")
     if (source / "config.json").exists():
         return _hugging_face(source, languages)
     checkpoint = fairseq.find(source)

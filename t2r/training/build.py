@@ -39,7 +39,7 @@ def _pretrained(config: ConfigDict) -> tuple[LanguageModel, Tokenizer | Tokenize
     try:
         model, tokenizer, provenance = model_dir.load(config.init_from, **config.model)
     except InputError as error:
-        raise InputError(f"config.init_from={config.init_from!r}: {error}") from None
+        raise InputError(f"config.init_from={config.init_from!r}: {error}. Set --config.init_from=MODEL") from None
     return model, tokenizer, provenance["history"]
 
 

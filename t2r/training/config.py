@@ -116,6 +116,8 @@ def find_config(name: str) -> str:
     path = Path(file_name)
     if not path.is_file() and path.parent in (Path(), Path("configs")):
         path = SHIPPED / f"{path.stem}.py"
+    if path.is_file() and path.suffix != ".py":
+        raise InputError(f"{given} is not a config: config files are Python files, NAME.py")
     if not path.is_file():
         shipped = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.py")))
         raise InputError(f"no config file {file_name}: give a path, or one of those that ship with t2r: {shipped}")

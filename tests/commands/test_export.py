@@ -189,7 +189,7 @@ def test_the_example_tokenizes_words_as_t2r_does(tmp_path):
     words = Words.train("a b\nc d e", 0)
     words.save(tmp_path)
     program, names = example(words), {}
-    exec(program[program.index("def tokenizer") : program.index("folder =")], names)
+    exec(program[program.index("def tokenizer") : program.index("if len(sys.argv)")], names)
     encode, decode = names["tokenizer"](tmp_path)
     ids = encode("a zz b\nc\n")
     assert ids == words.encode("a zz b\nc\n") and decode(ids) == words.decode(ids)

@@ -170,7 +170,7 @@ def test_a_model_is_never_in_memory_twice(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--source=/no/such/folder", "--output=/tmp/none"], "/no/such/folder has neither a config.json"),
+        (["--source=/no/such/folder", "--output=/tmp/none"], "/no/such/folder does not exist"),
         ([f"--source={FOLDER / 'llama'}", "--output=/tmp/none"], "no tokenizer in"),
     ],
 )

@@ -8,6 +8,8 @@ import jax
 from safetensors.flax import load_file
 from tokenizer_sentencepiece import tokenizer
 
+if len(sys.argv) != 3 or not sys.argv[2].isdigit():
+    sys.exit('usage: python example.py PROMPT TOKENS, such as: python example.py "Once upon a time" 50')
 folder = Path(__file__).parent
 about, weights = json.loads((folder / "export.json").read_text("utf-8")), load_file(folder / "model.safetensors")
 start, step = (jax.export.deserialize((folder / f"{name}.stablehlo").read_bytes()).call for name in ("start", "step"))
