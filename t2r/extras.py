@@ -13,4 +13,5 @@ def require(module: str, extra: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
             raise
-        raise InputError(f"this needs the package {error.name}: pip install 't2r[{extra}]'") from None
+        package = module.partition(".")[0]
+        raise InputError(f"this needs the package {package}: pip install 't2r[{extra}]'") from None

@@ -7,6 +7,7 @@ t2r convert --model=MODEL --output=MODEL --merge
 A converted model must be finetuned before use: `t2r train` with config.init_from converts and finetunes in one run.
 """
 
+from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -52,7 +53,7 @@ def main() -> dict[str, Any]:
     specs = list(zip(config.attention, config.cross_attention or config.attention))
     linear = [layer for layer, both in enumerate(specs) if all(spec.kind != "softmax" for spec in both)]
     return {
-        "model": _OUTPUT.value,
+        "model": str(Path(_OUTPUT.value)),
         "parameters": parameter_count(arrays_of(model)),
         "softmax_layers": [layer for layer in range(config.layers) if layer not in linear],
         "linear_layers": linear,

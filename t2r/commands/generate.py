@@ -8,6 +8,7 @@ Repeat --prompt for a batch of prompts.
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -33,9 +34,12 @@ _KERNELS = flags.DEFINE_enum(
 def main() -> dict[str, Any]:
     from t2r.console import say
     from t2r.decode.sampling import Sampling
-    from t2r.decode.text import generate_text
+    from t2r.decode.state_file import save_generation
+    from t2r.decode.text import check_state_path, generate_text
     from t2r.store import model_dir
 
+    if _SAVE.value:
+        check_state_path(Path(_SAVE.value))
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     loaded = model_dir.load(_MODEL.value, dtype=_DTYPE.value, kernels=_KERNELS.value)
     printer = Printer(_PROMPT.value, loaded.tokenizer.separator)
@@ -46,11 +50,11 @@ def main() -> dict[str, Any]:
         sampling=sampling,
         seed=_SEED.value,
         load_state=_LOAD.value,
-        save_state=_SAVE.value,
         on_text=printer,
     )
     printer.finish(result.texts)
-    if _SAVE.value:
+    if _SAVE.value:  # after the texts: they are not lost if the disk is full
+        save_generation(Path(_SAVE.value), result.generation)
         say(f"state saved to {_SAVE.value}")
     return {
         "text": result.texts[0] if len(result.texts) == 1 else result.texts,
@@ -69,7 +73,7 @@ class Printer:
     def __call__(self, text: str) -> None:
         if not self._started:
             self._started = True
-            text = (self._prompts[0] + self._separator if self._prompts else "") + text
+            text = (self._prompts[0] + self._separator if any(self._prompts) else "") + text
         sys.stdout.write(text)
         sys.stdout.flush()
 

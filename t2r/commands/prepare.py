@@ -24,4 +24,5 @@ def main() -> dict[str, Any]:
 
     splits, result = prepare_dataset(_NAME.value, files=_FILES.value, folder=_DATA_DIR.value)
     print(table(["split", "examples"], splits.items()))
-    return {**result, **splits}
+    seconds = result.pop("seconds")
+    return {**result, **splits, "seconds": seconds}

@@ -46,8 +46,8 @@ def generate_text(
         raise InputError("this is a translation model: use `t2r translate`")
     if length < 1:
         raise InputError(f"length={length} must be at least 1")
-    if save_state and (Path(save_state).is_dir() or not Path(save_state).absolute().parent.is_dir()):
-        raise InputError(f"--save_state={save_state} cannot be written: name a file in a folder that exists")
+    if save_state:
+        check_state_path(Path(save_state))
     generation = _begin(loaded, prompts, length, seed, load_state)
     stops = stop_ids(tokenizer)
     single = len(generation.done) == 1
@@ -70,12 +70,18 @@ def generate_text(
     return GeneratedText([tokenizer.decode(ids) for ids in sequences], sum(map(len, sequences)), seconds, generation)
 
 
+def check_state_path(path: Path) -> None:
+    """Refuses a path that no state can be saved to, before anything is generated."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise InputError(f"--save_state={path} cannot be written: name a file in a folder that exists")
+
+
 def _begin(
     loaded: LoadedModel, prompts: Sequence[str], length: int, seed: int, load_state: str | Path | None
 ) -> Generation:
     model, tokenizer, _ = loaded
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
-    if load_state is None:
+    if not load_state:
         return prefill(model, [prompt_ids(tokenizer, ids) for ids in encoded or [[]]], length, seed=seed)
     generation = load_generation(Path(load_state), model)
     batch = len(generation.done)

@@ -10,9 +10,10 @@ TOKENIZERS = ("13a", "zh", "char", "intl", "none")
 
 
 def check_tokenizer(name: str) -> None:
-    """Raises an error for an unknown tokenizer; called before translating, which may take hours."""
+    """Raises an error for an unknown tokenizer or a missing sacrebleu, before translating, which may take hours."""
     if name not in TOKENIZERS:
         raise InputError(f"tokenize={name!r}: choose one of {', '.join(TOKENIZERS)}")
+    require("sacrebleu.metrics", "translation")
 
 
 def score_translations(hypotheses: list[str], references: list[str], *, tokenize: str = "13a") -> dict[str, Any]:

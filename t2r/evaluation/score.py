@@ -73,7 +73,7 @@ def evaluate_pairs(
     data: str,
     split: str,
     *,
-    beam: Beam = Beam(),
+    beam: Beam | int = Beam(),
     batch: int | None = None,
     first: int | None = None,
     tokenize: str = "13a",
@@ -83,6 +83,7 @@ def evaluate_pairs(
 ) -> dict[str, Any]:
     """BLEU and chrF of the translations of all sources; `output` is a TSV file of source, reference, translation."""
     check_tokenizer(tokenize)
+    beam = Beam(beam) if isinstance(beam, int) else beam
     sources, references = zip(*itertools.islice(load_pairs(data, split), first))
     began = time.perf_counter()
     with Progress("translate", len(sources)) as progress:
@@ -94,7 +95,7 @@ def evaluate_pairs(
         result["tokenized_bleu"] = tokenized_bleu(
             best, list(references), language=moses, split_compounds=split_compounds
         )
-    if output is not None:
+    if output:
         lines = ("\t".join(columns) + "\n" for columns in zip(sources, references, best))
         Path(output).write_text("".join(lines), "utf-8")
     result |= {"beam": beam.size, "length_penalty": beam.length_penalty, "early_stopping": beam.early_stopping}

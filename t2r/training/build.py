@@ -23,7 +23,6 @@ class Built(NamedTuple):
     model: LanguageModel
     tokenizer: Tokenizer | TokenizerPair
     history: list[dict]  # earlier actions on this model (import, swap, train, ...), oldest first
-    teacher: Teacher | None  # the unconverted model, if the config distils from it
 
 
 def build(config: ConfigDict, workdir: Path) -> Built:
@@ -32,7 +31,7 @@ def build(config: ConfigDict, workdir: Path) -> Built:
     if plan := conversion(config):
         model = swap(model, **plan)
         history = [*history, {"action": "swap", **plan}]
-    return Built(model, tokenizer, history, _teacher(config) if has_teacher(config) else None)
+    return Built(model, tokenizer, history)
 
 
 def _pretrained(config: ConfigDict) -> tuple[LanguageModel, Tokenizer | TokenizerPair, list[dict]]:
@@ -49,8 +48,11 @@ def _random(config: ConfigDict, workdir: Path) -> tuple[LanguageModel, Tokenizer
     return make_model(architecture, rngs=nnx.Rngs(config.seed)), tokenizer, []
 
 
-def _teacher(config: ConfigDict) -> Teacher:
-    # Loaded a second time, because the training step donates the student's arrays.
+def load_teacher(config: ConfigDict) -> Teacher | None:
+    """The unconverted model, if the config distils from it."""
+    if not has_teacher(config):
+        return None
+    # Loaded a second time: the student's arrays are donated to the training step.
     return Teacher(model_dir.load(config.init_from, dtype=config.model.dtype).model, config.teacher.soft)
 
 

@@ -114,7 +114,7 @@ def find_config(name: str) -> str:
     """
     file_name, colon, variant = name.partition(":")
     path = Path(file_name)
-    if not path.is_file() and path.parent in (Path(), Path("configs")):
+    if not path.is_file() and path.parent in (Path(), Path("configs")) and path.suffix in ("", ".py"):
         path = SHIPPED / f"{path.stem}.py"
     if path.is_file() and path.suffix != ".py":
         raise InputError(f"{given} is not a config: config files are Python files, NAME.py")

@@ -20,10 +20,11 @@ from t2r.console import Progress, say
 from t2r.errors import InputError, Stopped, raise_all
 from t2r.files import exclusive, read_json
 from t2r.layout import shardings
+from t2r.model.loss import Teacher
 from t2r.model.parameters import arrays_of, parameter_count, trainable_names, with_arrays
 from t2r.model.transformer import LanguageModel
 from t2r.store import model_dir
-from t2r.training.build import Built, build
+from t2r.training.build import Built, build, load_teacher
 from t2r.training.checkpoint import Checkpoints
 from t2r.training.config import MAY_CHANGE, check
 from t2r.training.interruptions import full_disk_explained, quiet_libraries, stop_requests
@@ -40,6 +41,7 @@ class Run(NamedTuple):
     config: ConfigDict
     workdir: Path
     built: Built
+    teacher: Teacher | None
     mesh: Mesh
     task: Task
     optimizer: optax.GradientTransformation
@@ -104,10 +106,11 @@ def set_up(
     batches = task.batches()
     optimizer = make_optimizer(config.optimizer, config.steps)
     trained = trainable_names(built.model, config.trainable)
-    teacher = built.teacher and arrays_of(built.teacher.model)
-    state = init_state(arrays_of(built.model), trained, optimizer, config.seed, teacher=teacher)
+    teacher = load_teacher(config)  # after the task, whose data another copy of it may have written
+    known = teacher and arrays_of(teacher.model)
+    state = init_state(arrays_of(built.model), trained, optimizer, config.seed, teacher=known)
     state = place(state, shardings(state, mesh))
-    return Run(config, workdir, built, mesh, task, optimizer, checkpoints), state, batches
+    return Run(config, workdir, built, teacher, mesh, task, optimizer, checkpoints), state, batches
 
 
 def write_config(config: ConfigDict, workdir: Path) -> None:
@@ -170,7 +173,7 @@ def run_steps(run: Run, state: TrainState, batches: grain.DatasetIterator) -> Tr
 
 def make_steps(run: Run, state: TrainState) -> tuple[Step | None, Step]:
     """(the step of attention transfer, or None if the config has no transfer steps; the step of finetuning)."""
-    objective = Objective(run.built.model, teacher=run.built.teacher)
+    objective = Objective(run.built.model, teacher=run.teacher)
     build_step = lambda **fields: make_step(objective._replace(**fields), run.optimizer, run.mesh, state)  # noqa: E731
     transfer = build_step(transfer=True) if run.config.teacher.transfer_steps else None
     return transfer, build_step(smoothing=run.config.label_smoothing)
