@@ -67,7 +67,7 @@ def describe_topology(topology: str) -> dict[str, str]:
     return {"topology": topology, "compiler": compiler()}
 
 
-def topology_devices(topology: str) -> list[jax.Device]:
+def topology_devices(topology: str) -> list[Any]:
     """The abstract devices of a topology such as v3:4x4."""
     kind = topology.partition(":")[0]
     if kind not in MEMORY:

@@ -189,7 +189,7 @@ PEAK_FLOPS = {
 }  # fmt: skip
 
 
-def peak_flops(device: jax.Device) -> float | None:
+def peak_flops(device: Any) -> float | None:
     """Peak bfloat16 operations per second of a device; None if it is not in the table."""
     return next((value for name, value in PEAK_FLOPS.items() if name in device.device_kind), None)
 

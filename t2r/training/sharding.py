@@ -15,7 +15,7 @@ from t2r.errors import InputError
 from t2r.layout import AXES, RULES
 
 
-def make_mesh(axes: ConfigDict, available: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(axes: ConfigDict, available: Sequence[Any] | None = None) -> Mesh:
     """A mesh with `axes[name]` devices along each axis; one axis may be -1 and gets all remaining devices."""
     available = jax.devices() if available is None else available
     devices, sizes = len(available), {name: axes.get(name, 1) for name in AXES}
