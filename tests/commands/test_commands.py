@@ -39,6 +39,7 @@ def model(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_convert_evaluate_generate_merge(tmp_path, text_file, call):
     """The README's steps, on the model that ships: a random one would generate incomplete characters."""
 

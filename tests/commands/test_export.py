@@ -165,6 +165,7 @@ def normed(x, w, name):
     return (x - x.mean()) / np.sqrt(x.var() + 1e-5) * w[name + ".scale"] + w[name + ".bias"]
 
 
+@pytest.mark.slow
 def test_an_exported_translation_model_equals_the_original(tmp_path, tokenizer, call):
     """Linear and softmax layers, causal and cross; sources of two lengths; separate tokenizers."""
     model = make_model(micro_mt(vocab_size=300, attention=(T2R, SOFTMAX), cross_attention=(T2R, SOFTMAX)))

@@ -82,6 +82,7 @@ def test_merging_does_not_change_the_model(fields):
     assert error(actual, expected) < 1e-4
 
 
+@pytest.mark.slow
 def test_merging_a_hybrid_leaves_its_softmax_layers():
     model, tokens = swap(make_model(micro(layers=4)), features=8, keep="every_4th"), random_tokens(1, 9)
     merged = merge(model)

@@ -66,6 +66,7 @@ TRANSLATION = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(TRANSLATION, "both, norms before"))
 def test_the_kernels_equal_the_step_of_translation(kind):
     """Two translations of each source, one of which has ended."""

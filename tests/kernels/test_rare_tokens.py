@@ -72,6 +72,7 @@ def test_with_many_positions_the_vocabulary_has_fewer_parts(monkeypatch):
     assert rare_tokens._Blocks.of(x, table, True).parts == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", slow_but([{}, {"data": 4, "fsdp": 2}, {"tensor": 2, "data": 4}], {}))
 def test_the_adaptive_softmax_uses_them(axes, monkeypatch):
     """On one device, and on each device's own sequences; not if the vocabulary is sharded."""

@@ -195,6 +195,7 @@ def test_layer_dropout_skips_whole_layers():
 @pytest.mark.parametrize(
     "keep", [*(pytest.param(keep, marks=pytest.mark.slow) for keep in ("none", "last")), "every_2nd"]
 )
+@pytest.mark.slow
 def test_scan_layers_and_remat_change_neither_loss_nor_gradient(keep):
     """With dropout; for equal layers, a repeating pattern of layers, and layers with no pattern."""
     linear, full = AttentionSpec("linear", "t2r", 4), AttentionSpec()
@@ -221,6 +222,7 @@ def test_sequences_longer_than_learned_positions_are_an_error():
         check_length(config, 17)
 
 
+@pytest.mark.slow
 def test_gradients_reach_every_parameter():
     """In every family, all parameters have a non-zero gradient."""
     tokens = random_tokens(2, 24)  # long enough to touch all bands

@@ -43,6 +43,7 @@ def plain(model):
     return run(jax.tree.map(jnp.copy, model))
 
 
+@pytest.mark.slow
 def test_the_loss_falls(plain):
     model = make_model(micro(layers=1))
     options = default_config().optimizer
@@ -57,6 +58,7 @@ def test_the_loss_falls(plain):
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.slow
 def test_the_forward_pass_has_the_same_loss():
     """With the same dropout, over two parts."""
     model = make_model(micro(layers=1, dropout=0.2))

@@ -71,6 +71,7 @@ def test_a_language_model_generates_training_texts(models, tmp_path, tokenizer, 
     assert sample.read_text().startswith("The quick fox") and not list(tmp_path.glob("teacher-parts*"))
 
 
+@pytest.mark.slow
 def test_a_translation_model_translates_the_sources_of_a_corpus(models, tmp_path):
     """Equal to greedy `translate`; the targets of the corpus are not read, and duplicate sources are removed."""
     table = tmp_path / "pairs.tsv"
