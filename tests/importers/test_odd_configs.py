@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from t2r.errors import InputError
 from t2r.importers import hugging_face, tokenizers
-from t2r.importers.hugging_face import FAMILIES, HARMLESS, TrackedConfig
+from t2r.importers.families import FAMILIES
+from t2r.importers.hugging_face import HARMLESS, TrackedConfig
 from t2r.importers.source import read_source
 from t2r.model.parameters import abstract_model, with_arrays
 from tests.conftest import PROSE, error
