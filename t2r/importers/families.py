@@ -1,4 +1,4 @@
-"""The families of Hugging Face models: `FAMILIES` has one entry for each supported model_type, `REFUSED` says why others
+"""The families of Hugging Face models: `FAMILIES` has an entry for each supported model_type, `REFUSED` says why others
 are not supported.
 
 In this file `c` is the content of a config.json, and `fields` are those of our ModelConfig.
