@@ -87,6 +87,8 @@ def convert(
     feature_map: str = "t2r",
     features: int | None = None,
     cross_features: int | None = None,
+    window: int = 0,
+    sinks: int = 0,
     keep: str | Sequence[int] = "none",
     attention: str = "all",
     seed: int = 0,
@@ -94,11 +96,12 @@ def convert(
     """The model with linear attention in place of softmax, in all layers but those kept. It must then be finetuned.
 
     `keep` is none, every_4th (from the top, the paper's T2R 75%), or layer numbers such as "0,4,8" or [0, 4, 8];
-    `features` is the size of φ (default: the map's own); `attention` is all, causal or cross, in translation models.
+    `features` is the size of φ (default: the map's own); with a `window`, causal attention stays exact for the last
+    `window` and the first `sinks` tokens; `attention` is all, causal or cross, in translation models.
     """
     from t2r.conversion.directory import convert_model
 
-    sizes = dict(features=features, cross_features=cross_features)
+    sizes = dict(features=features, cross_features=cross_features, window=window, sinks=sinks)
     keep = keep if isinstance(keep, str) else ",".join(map(str, keep)) or "none"
     return convert_model(_loaded(model), feature_map=feature_map, keep=keep, attention=attention, seed=seed, **sizes)
 

@@ -35,6 +35,8 @@ PARAMETERS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"feature_map\.bias", ("heads", "features")),
     (r"feature_map\.sigma", ("heads", None)),
     (r"feature_map\.pool", (None, None, None)),
+    (r"mixture\.weight", ("heads", None, None)),
+    (r"mixture\.bias", ("heads", None)),
     (r"(up|gate)\.kernel", ("width", "feedforward")),
     (r"(up|gate)\.bias", ("feedforward",)),
     (r"down\.kernel", ("feedforward", "width")),
@@ -45,12 +47,16 @@ PARAMETERS: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 
 # The dimensions of hidden activations, and of the arrays of a decoding state.
 HIDDEN = ("batch", None, None)
-LINEAR_STATE = {
+STATE = {
     "S": ("batch", "heads", "features", None),
     "z": ("batch", "heads", "features"),
     "log_scale": ("batch", "heads"),
+    "k": ("batch", "heads", None, None),
+    "v": ("batch", "heads", None, None),
+    "valid": ("batch", None),
+    "count": ("batch",),
+    "index": (),
 }
-KV_CACHE = {"k": ("batch", "heads", None, None), "v": ("batch", "heads", None, None), "valid": ("batch", None)}
 
 
 def partition_spec(dimensions: Sequence[str | None], shape: Sequence[int], sizes: dict[str, int]) -> PartitionSpec:

@@ -56,7 +56,10 @@ settings.load_profile("quick")
 
 
 # Tests that run for each feature map: the quick suite has softmax and T2R; of the forms of linear attention, all maps.
-MANY_MAPS = tuple(f"tests/{folder}" for folder in ("attention/test_module", "model", "decode", "conversion", "store"))
+MANY_MAPS = tuple(
+    f"tests/{folder}"
+    for folder in ("attention/test_module", "attention/test_windowed", "model", "decode", "conversion", "store")
+)
 OTHER_MAPS = ("elu", "rfa", "performer", "hybrid")
 
 

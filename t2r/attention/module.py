@@ -1,8 +1,9 @@
-"""Attention modules: softmax, linear and merged linear attention behind one interface.
+"""Attention modules: softmax, linear, windowed and merged linear attention behind one interface.
 
 Causal self-attention is a call: `out, state = attention(x, state=state)`. Bidirectional and cross attention are two
 steps: `state = build_state(source)` once, then `out = query_state(x, state)` as often as needed. The state is a
-`KVCache` or a `LinearState`. Axes are those of `feature_map.py`, and h = g·r is the number of query heads.
+`KVCache`, a `LinearState` or a `WindowedState`. Axes are those of `feature_map.py`, and h = g·r is the number of query
+heads.
 """
 
 from dataclasses import dataclass
@@ -13,14 +14,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from t2r.attention import linear, softmax
+from t2r.attention import linear, softmax, windowed
 from t2r.attention.feature_map import T2R, Features, feature_map_class
 from t2r.attention.linear import LinearState
 from t2r.attention.rotary import Rotary, rotate
 from t2r.attention.softmax import KVCache
+from t2r.attention.windowed import WindowedState
 from t2r.errors import InputError
 
-State = KVCache | LinearState
+State = KVCache | LinearState | WindowedState
 _xavier = nnx.initializers.xavier_uniform()
 
 
@@ -215,8 +217,8 @@ class _Linear(_Attention):
 
 
 def is_linear(attention: nnx.Module | None) -> bool:
-    """Whether a module is linear attention, merged or not."""
-    return isinstance(attention, _Linear)
+    """Whether a module is linear attention of any kind: its state has one size at any length."""
+    return isinstance(attention, _Linear | WindowedAttention)
 
 
 class LinearAttention(_Linear, _Projected):
@@ -274,6 +276,67 @@ class LinearAttention(_Linear, _Projected):
         return tokens * (unmerged_per_token - merged_per_token) > merge_once
 
 
+class Mixture(nnx.Module):
+    """The log of the weight that a query gives to distant keys: b + u·q for each query head; 0 at first."""
+
+    def __init__(self, heads: int, per_group: int, head_dim: int):
+        self.weight = nnx.Param(jnp.zeros((heads, per_group, head_dim)))
+        self.bias = nnx.Param(jnp.zeros((heads, per_group)))
+
+    def __call__(self, q: Float[Array, "b n g r d"]) -> Float[Array, "b n g r"]:
+        weight = self.weight[...].astype(q.dtype)
+        return jnp.einsum("bngrd,grd->bngr", q, weight, preferred_element_type=jnp.float32) + self.bias[...]
+
+
+class WindowedAttention(_Projected):
+    """Softmax for the last `window` tokens and the first `sinks`, linear attention for all others; see `windowed.py`.
+
+    Only causal: the positions of a source say nothing about what is near.
+    """
+
+    kind = "windowed"
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        feature_map: str,
+        features: int | None,
+        *,
+        window: int,
+        sinks: int,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(shape, rngs=rngs)
+        self.feature_map = make_feature_map(shape, feature_map, features, rngs=rngs)
+        self.mixture = make_mixture(shape)
+        self.window, self.sinks = window, sinks
+
+    def _window(self, key: PRNGKeyArray | None = None) -> windowed.Window:
+        return windowed.Window(self.window, self.sinks, lambda k: self.feature_map(k, is_query=False, key=key))
+
+    def init_state(self, batch: int, capacity: int) -> WindowedState:
+        """The empty state; its size does not depend on `capacity`."""
+        token = jnp.zeros((batch, 1, self.shape.kv_heads, self.shape.head_dim), jnp.dtype(self.shape.dtype))
+        return windowed.initial_state(token, token, self._window())
+
+    def __call__(
+        self,
+        x: Float[Array, "b n width"],
+        *,
+        state: WindowedState | None = None,
+        mask: Bool[Array, "b n"] | None = None,
+        positions: Int[Array, "b n"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "b n width"], WindowedState]:
+        q, k = self.queries(x, positions), self.keys(x, positions)
+        features = self.feature_map(q, is_query=True, key=key)
+        queries = windowed.Queries(q * self.shape.query_scale, features, self.mixture(q))
+        dropout_options = dict(dropout=self.shape.dropout, key=None if key is None else jax.random.fold_in(key, 1))
+        options = dict(state=state, mask=mask, **dropout_options)
+        out, state = windowed.causal_attention(queries, k, self.value(x), self._window(key), **options)
+        return self._finish(out), state
+
+
 class MergedLinearAttention(_Linear):
     """T2R for inference: W_φ is merged into the projections, and queries and keys are never computed.
 
@@ -297,6 +360,11 @@ class MergedLinearAttention(_Linear):
 
 def _project(x: Float[Array, "b n width"], kernel: Array, bias: Array) -> Float[Array, "b n h k"]:
     return jnp.einsum("bne,ehk->bnhk", x, kernel.astype(x.dtype)) + bias.astype(x.dtype)
+
+
+def make_mixture(shape: AttentionShape) -> Mixture:
+    """The mixture of near and distant keys for attention of this shape."""
+    return Mixture(shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
 
 
 def make_feature_map(shape: AttentionShape, name: str, features: int | None, *, rngs: nnx.Rngs) -> nnx.Module:

@@ -16,14 +16,13 @@ from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from t2r import environment
-from t2r.attention.softmax import KVCache
 from t2r.benchmark.floor import peak_flops, training_flops
 from t2r.benchmark.shared import DoesNotFit, is_out_of_memory, peak_bytes
 from t2r.benchmark.steps import NO_STOP_TOKEN, abstract_generation
 from t2r.decode.generate import scan_steps
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError
-from t2r.layout import KV_CACHE, LINEAR_STATE, partition_spec, shardings
+from t2r.layout import STATE, partition_spec, shardings
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.model.transformer import LanguageModel
 from t2r.training.config import check
@@ -162,9 +161,8 @@ def lower_decoding(model: LanguageModel, mesh: Mesh, batch: int, length: int) ->
         return _shape_at(leaf, NamedSharding(mesh, partition_spec(dimensions, leaf.shape, sizes)))
 
     def shard_layer(layer: Any) -> Any:  # by sequences and heads, the sharding that the model itself uses
-        dimensions = KV_CACHE if isinstance(layer, KVCache) else LINEAR_STATE
         fields = layer._asdict().items()
-        return type(layer)(*(leaf if leaf is None else at(leaf, dimensions.get(name, ())) for name, leaf in fields))
+        return type(layer)(*(leaf if leaf is None else at(leaf, STATE[name]) for name, leaf in fields))
 
     def shard_layers(layers: tuple | None) -> tuple | None:
         return None if layers is None else tuple(map(shard_layer, layers))

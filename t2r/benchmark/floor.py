@@ -19,6 +19,7 @@ from t2r.model.parameters import arrays_of
 from t2r.model.transformer import LanguageModel
 
 FLOAT32 = 4  # bytes; S and z are always float32
+INT32 = 4
 
 # Memory bandwidth in bytes per second by the vendor's data sheet, for TPUs that are compiled for but not measured. A
 # device of TPU v2 and v3 is one of the two cores of a chip.
@@ -96,12 +97,22 @@ def _elements_read(name: str, array: Any, config: ModelConfig) -> int:
 
 
 def layer_bytes(config: ModelConfig, spec: AttentionSpec, batch: int, tokens: float) -> float:
-    """Bytes of one layer's state. Softmax: keys, values, a mask byte per token. Linear: S (k × d), z (k) per head."""
+    """Bytes of one layer's state. Softmax: keys, values, a mask byte per token. Linear: S (k × d), z (k) per head.
+
+    Windowed: as linear, and the keys and values of the window and the sinks, and a counter for each sequence.
+    """
+    slot = 2 * config.kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
     if spec.kind == "softmax":
-        slot = 2 * config.kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize + 1
-        return batch * tokens * slot
+        return batch * tokens * (slot + 1)
     scale = spec.feature_map == "performer"  # one more value per head: the running maximum of the exponents
-    return batch * config.kv_heads * (spec.features * (config.head_dim + 1) + scale) * FLOAT32
+    sums = config.kv_heads * (spec.features * (config.head_dim + 1) + scale) * FLOAT32
+    exact = exact_tokens(spec) * slot + INT32 if spec.kind == "windowed" else 0
+    return batch * (sums + exact)
+
+
+def exact_tokens(spec: AttentionSpec) -> int:
+    """The tokens to which windowed attention is exact; 0 for other linear attention."""
+    return spec.window + spec.sinks if spec.kind == "windowed" else 0
 
 
 def state_bytes(config: ModelConfig, batch: int, length: int, source: int = 0) -> int:
@@ -115,7 +126,8 @@ def _attention_products(config: ModelConfig, spec: AttentionSpec, tokens: float,
     if spec.kind == "softmax":
         return 2 * tokens * config.heads * config.head_dim
     heads = config.heads + (config.kv_heads if writes else 0)
-    return heads * spec.features * (config.head_dim + 1)
+    exact = 2 * min(exact_tokens(spec), tokens) * config.heads * config.head_dim
+    return heads * spec.features * (config.head_dim + 1) + exact
 
 
 def predicted_crossover(
@@ -227,7 +239,8 @@ def _projections(config: ModelConfig, spec: AttentionSpec) -> tuple[int, int]:
 
 def _merges(config: ModelConfig, spec: AttentionSpec) -> bool:
     """Whether φ can be merged into the query and key projections."""
-    return spec.feature_map == "t2r" and config.positions != "rotary" and not config.query_norm
+    directly = config.positions != "rotary" and not config.query_norm and spec.kind != "windowed"
+    return spec.feature_map == "t2r" and directly
 
 
 def _attention(config: ModelConfig, spec: AttentionSpec, queries: int, keys: int) -> float:
@@ -236,7 +249,8 @@ def _attention(config: ModelConfig, spec: AttentionSpec, queries: int, keys: int
     if spec.kind == "softmax":
         return 2 * queries * keys * size
     maps = 0 if _merges(config, spec) or spec.feature_map == "elu" else spec.features * size
-    return 2 * (queries + keys) / 2 * (2 * spec.features * size + 2 * maps)
+    exact = 2 * 2 * queries * min(exact_tokens(spec), keys) * size  # twice, since causal attention counts half
+    return 2 * (queries + keys) / 2 * (2 * spec.features * size + 2 * maps) + exact
 
 
 def _output(config: ModelConfig) -> int:

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from t2r.attention.module import State
 from t2r.attention.softmax import KVCache
+from t2r.attention.windowed import WindowedState
 from t2r.benchmark.models import normal
 from t2r.benchmark.shared import USABLE, DoesNotFit, Timing, check_fits, is_out_of_memory, peak_bytes, time_calls
 from t2r.decode.generate import Generation, packed_weights, prefill, scan_steps, state_bytes
@@ -186,10 +188,13 @@ def random_generation(abstract: Generation) -> Generation:
 
 def rewind(generation: Generation, tokens: int) -> Generation:
     """The generation set back to `tokens` generated tokens; later slots of its caches will be overwritten."""
-    layers = tuple(
-        layer._replace(index=jnp.array(tokens, jnp.int32)) if isinstance(layer, KVCache) else layer
-        for layer in generation.state.layers
-    )
+
+    def rewind_layer(layer: State) -> State:
+        if isinstance(layer, KVCache):
+            return layer._replace(index=jnp.array(tokens, jnp.int32))
+        return layer._replace(count=jnp.full_like(layer.count, tokens)) if isinstance(layer, WindowedState) else layer
+
+    layers = tuple(map(rewind_layer, generation.state.layers))
     position = jnp.full_like(generation.state.position, tokens)
     return generation._replace(state=generation.state._replace(layers=layers, position=position))
 

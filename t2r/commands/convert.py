@@ -23,6 +23,10 @@ _ATTENTION = flags.DEFINE_enum(
     "attention", "all", ["all", "causal", "cross"], "Translation: which attention to convert."
 )
 _KEEP = flags.DEFINE_string("keep", "none", "Layers that keep softmax: none, every_4th (from the top), or 0,4,8.")
+_WINDOW = flags.DEFINE_integer(
+    "window", 0, "Causal attention stays exact for the last N tokens, beside φ for all earlier ones; 0: φ for all."
+)
+_SINKS = flags.DEFINE_integer("sinks", 0, "With --window: the first N tokens of a sequence stay exact, too.")
 _MERGE = flags.DEFINE_bool("merge", False, "Do not convert: merge φ of a finetuned T2R model into its projections.")
 _SEED = flags.DEFINE_integer("seed", 0, "Random seed of the new feature maps.", lower_bound=0, upper_bound=2**32 - 1)
 
@@ -37,6 +41,8 @@ def main() -> dict[str, Any]:
         feature_map=_FEATURE_MAP.value,
         features=_FEATURES.value,
         cross_features=_CROSS_FEATURES.value,
+        window=_WINDOW.value,
+        sinks=_SINKS.value,
         attention=_ATTENTION.value,
         keep=_KEEP.value,
         seed=_SEED.value,

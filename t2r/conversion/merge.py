@@ -18,6 +18,12 @@ def merge(model: LanguageModel) -> LanguageModel:
     """
     config = model.config
     specs = {name: list(getattr(config, field)) for name, field in SPECS.items()}
+    problems = [
+        f"layer {layer}: attention with a window needs its queries and keys, not φ of them alone"
+        for layer, spec in enumerate(config.attention)
+        if spec.kind == "windowed"
+    ]
+    raise_all("cannot merge φ into the projections:", problems)
     linear = [
         (name, layer)
         for name, layer_specs in specs.items()

@@ -4,10 +4,16 @@ import dataclasses
 
 from flax import nnx
 
-from t2r.attention.module import LinearAttention, SoftmaxAttention, make_feature_map
+from t2r.attention.module import (
+    LinearAttention,
+    SoftmaxAttention,
+    WindowedAttention,
+    make_feature_map,
+    make_mixture,
+)
 from t2r.errors import InputError, raise_all
 from t2r.model.config import AttentionSpec
-from t2r.model.transformer import LanguageModel
+from t2r.model.transformer import LanguageModel, make_attention
 
 # The attention modules of a decoder block, and the config's field for each.
 SPECS = {"attention": "attention", "cross": "cross_attention"}
@@ -19,15 +25,18 @@ def swap(
     feature_map: str = "t2r",
     features: int | None = None,
     cross_features: int | None = None,
+    window: int = 0,
+    sinks: int = 0,
     keep: str = "none",
     attention: str = "all",
     seed: int = 0,
 ) -> LanguageModel:
     """The model with linear attention in all layers except those that `keep` names (see `layers_to_keep`).
 
-    Only φ is new; all other parameters are shared with the original. In a translation model, the decoder's causal and
-    cross attention are swapped, with `features` and `cross_features`, unless `attention` is "causal" or "cross". The
-    encoder is unchanged.
+    With a `window`, causal attention stays exact for the last `window` tokens and the first `sinks`. Only φ, and how
+    near and distant tokens mix, is new; all other parameters are shared with the original. In a translation model, the
+    decoder's causal and cross attention are swapped, with `features` and `cross_features`, unless `attention` is
+    "causal" or "cross". The encoder is unchanged.
     """
     config = model.config
     feature_sizes = {"attention": features}
@@ -38,11 +47,16 @@ def swap(
     choices = {"all": set(feature_sizes), "causal": {"attention"}, "cross": {"cross"} & set(feature_sizes)}
     if attention not in choices or not choices[attention]:
         raise InputError(f"attention={attention!r}: choose all or causal, or for a translation model cross")
+    if sinks and not window:
+        raise InputError(f"sinks={sinks} needs a window: linear attention alone keeps no token exactly")
     new_specs = {
         name: AttentionSpec("linear", feature_map, size)
         for name, size in feature_sizes.items()
         if name in choices[attention]
     }
+    if window and "attention" in new_specs:
+        exact = dict(kind="windowed", window=window, sinks=sinks)
+        new_specs["attention"] = dataclasses.replace(new_specs["attention"], **exact)
     raise_all("cannot swap:", [problem for spec in new_specs.values() for problem in spec.problems(config.head_dim)])
     kept = layers_to_keep(keep, len(model.blocks))
     model = nnx.merge(*nnx.split(model))  # a new object that shares the arrays
@@ -51,9 +65,8 @@ def swap(
     for layer, block in enumerate(model.blocks):
         for name, spec in new_specs.items():
             if layer not in kept and specs[name][layer].kind == "softmax":
-                setattr(block, name, linearize(getattr(block, name), feature_map, spec.features, rngs=rngs))
-                changes = dict(kind=spec.kind, feature_map=spec.feature_map, features=spec.features)
-                specs[name][layer] = dataclasses.replace(specs[name][layer], **changes)
+                setattr(block, name, linearize(getattr(block, name), spec, rngs=rngs))
+                specs[name][layer] = dataclasses.replace(spec, rope_theta=specs[name][layer].rope_theta)
     model.config = dataclasses.replace(config, **{SPECS[name]: tuple(specs[name]) for name in specs})
     if model.config == config:
         raise InputError(
@@ -63,16 +76,18 @@ def swap(
 
 
 def linearize(
-    attention: SoftmaxAttention, feature_map: str, features: int | None, *, rngs: nnx.Rngs
-) -> LinearAttention:
-    """Linear attention with the projections of softmax attention and a randomly initialised φ."""
-    # Built without arrays: all modules, φ included, are replaced below.
-    linear = nnx.eval_shape(lambda: LinearAttention(attention.shape, feature_map, features, rngs=nnx.Rngs(0)))
+    attention: SoftmaxAttention, spec: AttentionSpec, *, rngs: nnx.Rngs
+) -> LinearAttention | WindowedAttention:
+    """The attention of `spec`, with the projections of softmax attention and a randomly initialised φ."""
+    # Built without arrays: all modules are replaced below.
+    linear = nnx.eval_shape(lambda: make_attention(attention.shape, spec, rngs=nnx.Rngs(0)))
+    linear.feature_map = make_feature_map(attention.shape, spec.feature_map, spec.features, rngs=rngs)
+    if spec.kind == "windowed":
+        linear.mixture = make_mixture(attention.shape)
     linear.query, linear.key = attention.query, attention.key
     linear.value, linear.out = attention.value, attention.out
     if attention.shape.norm_eps is not None:
         linear.query_norm, linear.key_norm = attention.query_norm, attention.key_norm
-    linear.feature_map = make_feature_map(attention.shape, feature_map, features, rngs=rngs)
     return linear
 
 

@@ -138,6 +138,8 @@ def _attention(config: ModelConfig, spec: AttentionSpec, name: str) -> list[str]
                 "k[g] and v[g] are stored in slot `index` of the caches, which becomes valid; then index = index + 1"
             )
         lines.append(f"o[h] = Σ w[j] · v[g, j] over {slots} where w = softmax over these slots of q[h] · k[g, j] / √d")
+    elif spec.kind == "windowed":
+        lines += _windowed(spec)
     else:
         if not cross:
             lines.append("S[g] = S[g] + φ(k[g]) ⊗ v[g],  z[g] = z[g] + φ(k[g])")
@@ -149,6 +151,20 @@ def _attention(config: ModelConfig, spec: AttentionSpec, name: str) -> list[str]
         )
     bias = " + out.bias" if config.bias else ""
     return [f"    {line}" for line in [*lines, f"{name}(x) = Σ o[h] · out.kernel[h] over all h{bias}"]]
+
+
+def _windowed(spec: AttentionSpec) -> list[str]:
+    """Exact attention to the slots, linear attention to the keys that have left them."""
+    turn = f"{spec.sinks} + (count − {spec.sinks}) mod {spec.window}"
+    slot = f"count if count < {spec.sinks}, else {turn}" if spec.sinks else turn
+    return [
+        f"j = {slot}; if count ≥ {spec.sinks + spec.window}, the key k' and value v' in slot j of the caches leave it:",
+        "    S[g] = S[g] + φ(k'[g]) ⊗ v'[g],  z[g] = z[g] + φ(k'[g])",
+        "k[g] and v[g] are stored in slot j; then count = count + 1",
+        "a[j] = q[h] · k[g, j] / √d over all slots written so far, c = max a, m = exp(min(mix − c, 30))",
+        "mix = q[h] · mixture.weight[g, h mod heads per key head] + mixture.bias[g, h mod heads per key head]",
+        "o[h] = (Σ exp(a[j] − c) · v[g, j] + m · φ(q[h]) · S[g]) / (Σ exp(a[j] − c) + m · max(φ(q[h]) · z[g], 0))",
+    ]
 
 
 def _heads(config: ModelConfig, spec: AttentionSpec, name: str) -> list[str]:

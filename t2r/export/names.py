@@ -41,6 +41,8 @@ WEIGHTS: Table = (
     (r"feature_map\.directions", ("key heads", "features", "head size"), "random directions of φ"),
     (r"feature_map\.pool", ("draws", "features / 2", "head size"), "random directions of φ; the first draw is used"),
     (r"feature_map\.sigma", ("key heads", "head size"), "scale of the directions of φ"),
+    (r"mixture\.weight", ("key heads", "heads per key head", "head size"), "vector u of the weight of distant tokens"),
+    (r"mixture\.bias", ("key heads", "heads per key head"), "bias b of the weight of distant tokens"),
     (r"up\.kernel", ("width", "hidden units"), "feed-forward: first matrix"),
     (r"up\.bias", ("hidden units",), "feed-forward: bias of the first matrix"),
     (r"gate\.kernel", ("width", "hidden units"), "feed-forward: matrix of the gate"),
@@ -69,6 +71,7 @@ STATE: Table = (
     (r"v", ("batch", "key heads", "slots", "head size"), "values of the tokens so far"),
     (r"valid", ("batch", "slots"), "which slots hold a token"),
     (r"index", (), "the next free slot"),
+    (r"count", ("batch",), "tokens read so far"),
 )
 
 

@@ -26,22 +26,33 @@ RUNTIME_FIELDS = (*RATES, "dtype", "kernels", "remat", "scan_layers")
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The attention of one layer: `softmax`, `linear` (with a feature map), or `merged` (φ in the projections)."""
+    """The attention of one layer.
+
+    `softmax`; `linear`, with a feature map; `windowed`, the same with exact attention to the neighbourhood; or
+    `merged`, linear with φ in the projections.
+    """
 
     kind: str = "softmax"
     feature_map: str | None = None
     features: int | None = None
-    window: int = 0  # softmax attends to the last `window` tokens, its own included; 0: all. Ignored if linear.
+    # Softmax attends to the last `window` tokens, its own included, only (0: to all); windowed attention is exact for
+    # them. Linear attention ignores it.
+    window: int = 0
+    sinks: int = 0  # windowed attention is exact for the first `sinks` tokens of a sequence, too
     rope_theta: float | None = None  # this layer's own rotary base, without scaling; None: the model's
 
     def problems(self, head_dim: int) -> list[str]:
         """What is wrong with this spec, one message for each problem."""
         if self.window < 0:
             return [f"window={self.window} must be at least 0 (0: no window)"]
+        if self.sinks < 0:
+            return [f"sinks={self.sinks} must be at least 0"]
         if self.kind == "softmax":
             return []
-        if self.kind not in ("linear", "merged"):
-            return [f"attention kind {self.kind!r}: choose softmax, linear or merged"]
+        if self.kind not in ("linear", "windowed", "merged"):
+            return [f"attention kind {self.kind!r}: choose softmax, linear, windowed or merged"]
+        if self.kind == "windowed" and not self.window:
+            return ["windowed attention needs a window of at least 1 token: set window, or kind='linear'"]
         if self.feature_map not in FEATURE_MAPS:
             return [f"unknown feature map {self.feature_map!r}: choose one of {', '.join(FEATURE_MAPS)}"]
         problems = []
@@ -207,6 +218,8 @@ class ModelConfig:
             )
         for layer, spec in enumerate(specs):
             problems += [f"layer {layer}, {name}: {problem}" for problem in spec.problems(self.head_dim)]
+            if name == "cross_attention" and spec.kind == "windowed":
+                problems.append(f"layer {layer}, {name}: a window is for causal attention only: use kind='linear'")
         return problems
 
     def _encoder_problems(self) -> list[str]:

@@ -15,6 +15,8 @@ from t2r.model.transformer import LanguageModel, make_model
 Arrays = dict[str, jax.Array | np.ndarray | jax.ShapeDtypeStruct]  # shapes alone in an abstract model
 
 TRAINABLE = ("all", "feature_maps", "all_but_feature_maps", "converted", "decoder")
+# What a conversion adds to a model: φ, and how windowed attention mixes near and distant tokens.
+NEW_MODULES = (".feature_map.", ".mixture.")
 
 
 def arrays_of(model: nnx.Module) -> Arrays:
@@ -38,13 +40,14 @@ def abstract_model(config: ModelConfig) -> LanguageModel:
 def trainable_names(model: nnx.Module, which: str) -> set[str]:
     """The names of the parameters to train.
 
-    `all`; `feature_maps` or `all_but_feature_maps`; `converted`: the linear attention, projections included; `decoder`:
-    all decoder layers, but not embeddings and encoder, so that these forget nothing when there is little training data.
+    `all`; `feature_maps`: what the conversion added, which is φ, and the mixture of windowed attention;
+    `all_but_feature_maps`; `converted`: the linear attention, projections included; `decoder`: all decoder layers, but
+    not embeddings and encoder, so that these forget nothing when there is little training data.
     """
     if which not in TRAINABLE:
         raise InputError(f"trainable={which!r}: choose one of {', '.join(TRAINABLE)}")
     parameters = {_name(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    feature_maps = {name for name in parameters if ".feature_map." in name}
+    feature_maps = {name for name in parameters if is_new(name)}
     converted = tuple(f"blocks.{attention}." for attention in linear_attention_names(model))
     if which.endswith("feature_maps") and not feature_maps:
         raise InputError(f"trainable={which!r}, but the model has no trainable feature map: convert it first")
@@ -58,6 +61,11 @@ def trainable_names(model: nnx.Module, which: str) -> set[str]:
         "decoder": {name for name in parameters if name.startswith("blocks.")},
     }
     return choices[which]
+
+
+def is_new(name: str) -> bool:
+    """Whether a conversion added this parameter."""
+    return any(module in name for module in NEW_MODULES)
 
 
 def linear_attention_names(model: LanguageModel) -> list[str]:

@@ -10,12 +10,19 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from t2r.attention import softmax
-from t2r.attention.module import AttentionShape, LinearAttention, MergedLinearAttention, SoftmaxAttention, State
+from t2r.attention.module import (
+    AttentionShape,
+    LinearAttention,
+    MergedLinearAttention,
+    SoftmaxAttention,
+    State,
+    WindowedAttention,
+)
 from t2r.attention.softmax import KVCache
 from t2r.dropout import dropout, relu_and_dropout
 from t2r.errors import InputError
 from t2r.kernels.layer_dropout import run_or_skip
-from t2r.layout import HIDDEN, KV_CACHE, LINEAR_STATE, constrain
+from t2r.layout import HIDDEN, STATE, constrain
 from t2r.model.config import AttentionSpec, ModelConfig
 from t2r.model.embedding import PlainEmbedding, make_embedding, sinusoids
 
@@ -35,7 +42,7 @@ _ENCODER = 2**16
 class DecodeState(NamedTuple):
     """What decoding a batch of sequences carries from step to step."""
 
-    layers: tuple[State, ...]  # each decoder layer's KVCache or LinearState
+    layers: tuple[State, ...]  # each decoder layer's state, of the kind that its attention has
     position: Int[Array, "b"]  # the number of tokens of each sequence so far
     source: tuple[State, ...] | None = None  # translation: each layer's state over the source, which never changes
 
@@ -70,6 +77,9 @@ def make_attention(shape: AttentionShape, spec: AttentionSpec, *, rngs: nnx.Rngs
         return SoftmaxAttention(shape, rngs=rngs)
     if spec.kind == "merged":
         return MergedLinearAttention(shape, spec.features, rngs=rngs)
+    if spec.kind == "windowed":
+        options = dict(window=spec.window, sinks=spec.sinks, rngs=rngs)
+        return WindowedAttention(shape, spec.feature_map, spec.features, **options)
     return LinearAttention(shape, spec.feature_map, spec.features, rngs=rngs)
 
 
@@ -433,9 +443,8 @@ def make_model(config: ModelConfig, *, rngs: nnx.Rngs) -> LanguageModel:
 
 def constrain_state(state: State) -> State:
     """The state of a layer, sharded by batch and by heads if a mesh is set."""
-    names = KV_CACHE if isinstance(state, KVCache) else LINEAR_STATE
-    fields = {name: constrain(getattr(state, name), names[name]) for name in names if getattr(state, name) is not None}
-    return state._replace(**fields)
+    arrays = state._asdict().items()
+    return state._replace(**{name: constrain(x, STATE[name]) for name, x in arrays if x is not None})
 
 
 def check_length(config: ModelConfig, length: int) -> None:

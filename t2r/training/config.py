@@ -35,7 +35,8 @@ def default_config() -> ConfigDict:
             # The conversion. feature_map: φ that replaces softmax ("": no conversion); features: feature size k (0: the
             # default of φ); keep: layers that keep softmax. Translation models only: cross_features is k of cross
             # attention (0: same as features), attention=all|causal|cross selects what is converted.
-            convert=dict(feature_map="", features=0, cross_features=0, keep="none", attention="all"),
+            # window, sinks: causal attention stays exact for the last `window` tokens and the first `sinks`.
+            convert=dict(feature_map="", features=0, cross_features=0, window=0, sinks=0, keep="none", attention="all"),
             trainable="all",  # or feature_maps, all_but_feature_maps, converted, decoder: see t2r.model.parameters
             data=dict(
                 source="builtin:pydoc",
@@ -117,7 +118,7 @@ def find_config(name: str) -> str:
     if not path.is_file() and path.parent in (Path(), Path("configs")) and path.suffix in ("", ".py"):
         path = SHIPPED / f"{path.stem}.py"
     if path.is_file() and path.suffix != ".py":
-        raise InputError(f"{given} is not a config: config files are Python files, NAME.py")
+        raise InputError(f"{file_name} is not a config: config files are Python files, NAME.py")
     if not path.is_file():
         shipped = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.py")))
         raise InputError(f"no config file {file_name}: give a path, or one of those that ship with t2r: {shipped}")
@@ -235,6 +236,8 @@ def check(config: ConfigDict) -> None:
         ("data.vocab_size", data.vocab_size, 0),
         ("convert.features", config.convert.features, 0),
         ("convert.cross_features", config.convert.cross_features, 0),
+        ("convert.window", config.convert.window, 0),
+        ("convert.sinks", config.convert.sinks, 0),
         ("teacher.texts", config.teacher.texts, 20),  # the last 5% validate: at least one text
         ("teacher.length", config.teacher.length, 1),
         ("teacher.spliced", config.teacher.spliced, 0),
