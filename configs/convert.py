@@ -13,7 +13,7 @@ Fields to set:
     convert.features, cross_features    feature sizes
     convert.keep                        layers that keep softmax: none, every_4th, or indices such as 3,7
     steps, data.batch, data.length, optimizer.learning_rate
-    teacher.transfer_steps=1000         attention transfer: in the first 1,000 steps each converted attention is fitted
+    transfer.steps=1000                 attention transfer: in the first 1,000 steps each converted attention is fitted
                                         to the output of the softmax attention it replaces
     teacher.spliced=100000              for distilled: more source sentences, spliced from clauses of the others
 The imported model's tokenizer is used. Results: results/stories15M.md, results/opus_mt.md.

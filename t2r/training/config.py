@@ -60,9 +60,7 @@ def default_config() -> ConfigDict:
                 writes=False,
                 # Weight of the cross entropy with the teacher's token probabilities; the labels have weight 1 - soft.
                 soft=0.0,
-                # Attention transfer: in the first `transfer_steps` steps each converted attention is fitted to the
-                # output of the softmax attention it replaces, on the same input (t2r.conversion.transfer).
-                transfer_steps=0,
+                soft_steps=0,  # after so many steps (those of the transfer not counted) labels alone; 0: never
                 texts=20_000,  # language models: texts to generate
                 # Translation models: additional source sentences, each spliced from clauses of two sentences. Each
                 # corpus of data.source is drawn from equally often, so that small corpora get more weight.
@@ -73,6 +71,19 @@ def default_config() -> ConfigDict:
                 top_p=1.0,
                 prompts="",  # language models: a file of prompts, one per line, used in turn; "": empty prompts
                 batch=256,  # texts generated at a time
+            ),
+            # Attention transfer: in the first `steps` of the run's steps each converted attention is fitted to the
+            # output of the softmax attention it replaces, on the same input (t2r.conversion.transfer). It has an Adam
+            # of its own, which decays over its steps. trainable: feature_maps (what the conversion added) or converted
+            # (the projections of converted attention, too).
+            transfer=dict(
+                steps=0,
+                trainable="feature_maps",
+                learning_rate=1e-2,
+                min_learning_rate=2e-4,
+                warmup_steps=20,
+                clip_norm=10.0,
+                weight_decay=0.0,
             ),
             accumulate=1,  # gradient accumulation: number of parts of a batch; each part has its own padded length
             label_smoothing=0.0,
@@ -94,6 +105,7 @@ def default_config() -> ConfigDict:
                 momentum=0.99,
                 weight_decay=0.0,  # decoupled; on matrices only
                 clip_norm=1.0,  # global gradient norm; 0: no clipping
+                new_rate=1.0,  # factor of the learning rate of what a conversion added (φ, and the mixture of a window)
             ),
             # Devices along each mesh axis (see t2r.layout); -1: all remaining devices.
             mesh=dict(data=-1, fsdp=1, tensor=1),
@@ -185,7 +197,7 @@ def field_names(config: ConfigDict, prefix: str = "") -> list[str]:
 
 def has_teacher(config: ConfigDict) -> bool:
     """Whether training needs the unconverted model, for soft targets or attention transfer."""
-    return bool(config.teacher.soft or config.teacher.transfer_steps)
+    return bool(config.teacher.soft or config.transfer.steps)
 
 
 def conversion(config: ConfigDict) -> dict:
@@ -242,7 +254,9 @@ def check(config: ConfigDict) -> None:
         ("teacher.length", config.teacher.length, 1),
         ("teacher.spliced", config.teacher.spliced, 0),
         ("teacher.batch", config.teacher.batch, 1),
-        ("teacher.transfer_steps", config.teacher.transfer_steps, 0),
+        ("teacher.soft_steps", config.teacher.soft_steps, 0),
+        ("transfer.steps", config.transfer.steps, 0),
+        ("transfer.warmup_steps", config.transfer.warmup_steps, 0),
         ("optimizer.warmup_steps", optimizer.warmup_steps, 0),
         ("optimizer.period", optimizer.period, 0),
     ]:
@@ -254,9 +268,14 @@ def check(config: ConfigDict) -> None:
         problems.append(f"config.data.batch={data.batch} must be a multiple of config.accumulate={config.accumulate}")
     if data.max_ratio and data.max_ratio < 1:
         problems.append(f"config.data.max_ratio={data.max_ratio} must be at least 1, or 0 to keep all pairs")
-    for name in ("learning_rate", "eps", "period_growth", "peak_shrink"):
+    for name in ("learning_rate", "eps", "period_growth", "peak_shrink", "new_rate"):
         if not 0 < optimizer[name] < math.inf:
             problems.append(f"config.optimizer.{name}={optimizer[name]} must be above 0 and finite")
+    for name in ("min_learning_rate", "clip_norm", "weight_decay"):
+        if not 0 <= config.transfer[name] < math.inf:
+            problems.append(f"config.transfer.{name}={config.transfer[name]} must be at least 0 and finite")
+    if not 0 < config.transfer.learning_rate < math.inf:
+        problems.append(f"config.transfer.learning_rate={config.transfer.learning_rate} must be above 0 and finite")
     for name in ("min_learning_rate", "warmup_from", "weight_decay", "clip_norm"):
         if not 0 <= optimizer[name] < math.inf:
             problems.append(f"config.optimizer.{name}={optimizer[name]} must be at least 0 and finite")
@@ -270,10 +289,12 @@ def check(config: ConfigDict) -> None:
         )
     if (config.teacher.writes or has_teacher(config)) and not config.init_from:
         problems.append("config.teacher needs config.init_from: the model that is the teacher")
-    if config.teacher.transfer_steps and not config.convert.feature_map:
-        problems.append(
-            "config.teacher.transfer_steps needs config.convert.feature_map: it fits a conversion to the teacher"
-        )
+    if config.transfer.steps and not config.convert.feature_map:
+        problems.append("config.transfer.steps needs config.convert.feature_map: it fits a conversion to the teacher")
+    if config.transfer.steps and config.transfer.trainable not in ("feature_maps", "converted"):
+        problems.append(f"config.transfer.trainable={config.transfer.trainable!r}: choose feature_maps or converted")
+    if config.transfer.steps > config.steps:
+        problems.append(f"config.transfer.steps={config.transfer.steps} must be at most config.steps={config.steps}")
     if not 0 <= config.teacher.soft <= 1:
         problems.append(f"config.teacher.soft={config.teacher.soft} must be at least 0 and at most 1")
     if config.export_dtype not in ("float32", "float16"):

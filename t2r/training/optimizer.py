@@ -6,6 +6,7 @@ import optax
 from ml_collections import ConfigDict
 
 from t2r.errors import InputError
+from t2r.model.parameters import is_new
 
 
 def make_optimizer(fields: ConfigDict, steps: int) -> optax.GradientTransformation:
@@ -20,7 +21,14 @@ def make_optimizer(fields: ConfigDict, steps: int) -> optax.GradientTransformati
         raise InputError(f"config.optimizer.name={fields.name!r}: choose adam or nesterov")
     if fields.weight_decay:
         parts.append(optax.add_decayed_weights(fields.weight_decay, mask=decayed))
+    if fields.new_rate != 1:
+        parts.append(optax.stateless(lambda updates, _: faster(updates, fields.new_rate)))
     return optax.chain(*parts, optax.scale_by_learning_rate(make_schedule(fields, steps)))
+
+
+def faster(updates: dict[str, jax.Array], factor: float) -> dict[str, jax.Array]:
+    """The updates, those of what a conversion added times `factor`."""
+    return {name: factor * update if is_new(name) else update for name, update in updates.items()}
 
 
 def decayed(params: dict[str, jax.Array]) -> dict[str, bool]:

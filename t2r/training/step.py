@@ -73,13 +73,21 @@ class Objective(NamedTuple):
     """What a step minimises: the loss of the model on a batch; or, with `transfer`, the distance of each converted
     attention's output from that of the softmax attention it replaces (`t2r.conversion.transfer`).
 
-    Models may be abstract: their arrays are taken from the state.
+    Models may be abstract: their arrays are taken from the state. `learning` has the names of the parameters that it
+    changes; None: all that the run trains.
     """
 
     model: LanguageModel
     smoothing: float = 0.0
     teacher: Teacher | None = None
     transfer: bool = False
+    learning: frozenset[str] | None = None
+
+    def split(self, trained: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is given for each parameter, such as its array: (of those that learn, of the others)."""
+        learning = set(trained) if self.learning is None else self.learning
+        chosen = {name: array for name, array in trained.items() if name in learning}
+        return chosen, {name: array for name, array in trained.items() if name not in learning}
 
     @property
     def names(self) -> list[str]:
@@ -109,7 +117,7 @@ def losses_of(
 def zero_total(objective: Objective, trained: Arrays) -> Total:
     """The zero accumulator."""
     losses = {name: jnp.zeros(()) for name in objective.names}
-    return Total(losses, jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, trained))
+    return Total(losses, jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, objective.split(trained)[0]))
 
 
 def forward(objective: Objective, state: TrainState, batch: Batch, part: Array) -> tuple[dict[str, Array], Array]:
@@ -120,7 +128,9 @@ def forward(objective: Objective, state: TrainState, batch: Batch, part: Array) 
 def add_part(objective: Objective, total: Total, state: TrainState, batch: Batch, part: Array) -> Total:
     """Adds the losses, tokens and gradients of one part to the total."""
     gradient_of = jax.value_and_grad(functools.partial(losses_of, objective), has_aux=True)
-    (_, (losses, tokens)), gradient = gradient_of(state.trained, state.frozen, batch, _part_key(state, part))
+    learning, others = objective.split(state.trained)
+    fixed = {**others, **state.frozen}
+    (_, (losses, tokens)), gradient = gradient_of(learning, fixed, batch, _part_key(state, part))
     return jax.tree.map(jnp.add, total, Total(losses, tokens, gradient))
 
 
@@ -129,13 +139,13 @@ def finish(
 ) -> tuple[TrainState, dict[str, Array]]:
     """Updates the parameters with the mean gradient over all tokens: (new state, metrics of the step)."""
     gradient = jax.tree.map(lambda x: x / total.tokens, total.gradient)
-    updates, opt_state = optimizer.update(gradient, state.optimizer, state.trained)
-    trained = optax.apply_updates(state.trained, updates)
+    learning, others = objective.split(state.trained)
+    updates, opt_state = optimizer.update(gradient, state.optimizer, learning)
+    # In the order of the state, so that its structure stays what was compiled.
+    updated = {**others, **optax.apply_updates(learning, updates)}
+    trained = {name: updated[name] for name in state.trained}
     metrics = {name: loss / total.tokens for name, loss in total.losses.items()}
     if objective.transfer:
-        # Weight decay and momentum must not move what does not learn: only converted attention does.
-        learning = tuple(f"blocks.{name}." for name in objective.names)
-        trained = {name: x if name.startswith(learning) else state.trained[name] for name, x in trained.items()}
         metrics = {"distance": _mean(metrics), **{f"distance.{name}": value for name, value in metrics.items()}}
     metrics |= {"gradient_norm": optax.global_norm(gradient), "tokens": total.tokens}
     return state._replace(step=state.step + 1, trained=trained, optimizer=opt_state), metrics
@@ -192,7 +202,7 @@ class Step(NamedTuple):
 def make_step(objective: Objective, optimizer: optax.GradientTransformation, mesh: Mesh, like: TrainState) -> Step:
     """The step for states with the structure and shapes of `like`, sharded over the mesh by `t2r.layout`."""
     everywhere, sequences, layout = replicated(mesh), batch_sharding(mesh), shardings(like, mesh)
-    totals = Total(everywhere, everywhere, layout.trained)
+    totals = Total(everywhere, everywhere, objective.split(layout.trained)[0])
 
     def jit(function: Callable, inputs: tuple, outputs: Any, **options: Any) -> Callable:
         return jax.jit(function, in_shardings=inputs, out_shardings=outputs, **options)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import grain
 import jax
-import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -20,8 +19,7 @@ from t2r.console import Progress, say
 from t2r.errors import InputError, Stopped, raise_all
 from t2r.files import exclusive, read_json
 from t2r.layout import shardings
-from t2r.model.loss import Teacher
-from t2r.model.parameters import arrays_of, parameter_count, trainable_names, with_arrays
+from t2r.model.parameters import arrays_of, parameter_count, with_arrays
 from t2r.model.transformer import LanguageModel
 from t2r.store import model_dir
 from t2r.training.build import Built, build, load_teacher
@@ -29,9 +27,9 @@ from t2r.training.checkpoint import Checkpoints
 from t2r.training.config import MAY_CHANGE, check
 from t2r.training.interruptions import full_disk_explained, quiet_libraries, stop_requests
 from t2r.training.metrics import Metrics, read_metrics
-from t2r.training.optimizer import make_optimizer, make_schedule
 from t2r.training.sharding import batch_ways, load_batch, make_mesh, place
-from t2r.training.step import Objective, Step, TrainState, init_state, make_step
+from t2r.training.stages import Stages, make_stages
+from t2r.training.step import TrainState, init_state, make_step
 from t2r.training.task import Task, make_task
 
 
@@ -41,10 +39,9 @@ class Run(NamedTuple):
     config: ConfigDict
     workdir: Path
     built: Built
-    teacher: Teacher | None
     mesh: Mesh
     task: Task
-    optimizer: optax.GradientTransformation
+    stages: Stages
     checkpoints: Checkpoints
 
     def model(self, state: TrainState) -> LanguageModel:
@@ -104,13 +101,12 @@ def set_up(
     built, mesh = build(config, workdir), make_mesh(config.mesh)
     task = make_task(config, workdir, built.model, built.tokenizer, batch_ways(mesh))
     batches = task.batches()
-    optimizer = make_optimizer(config.optimizer, config.steps)
-    trained = trainable_names(built.model, config.trainable)
     teacher = load_teacher(config)  # after the task, whose data another copy of it may have written
+    stages = make_stages(config, built.model, teacher)
     known = teacher and arrays_of(teacher.model)
-    state = init_state(arrays_of(built.model), trained, optimizer, config.seed, teacher=known)
+    state = init_state(arrays_of(built.model), stages.learning, stages.optimizer, config.seed, teacher=known)
     state = place(state, shardings(state, mesh))
-    return Run(config, workdir, built, teacher, mesh, task, optimizer, checkpoints), state, batches
+    return Run(config, workdir, built, mesh, task, stages, checkpoints), state, batches
 
 
 def write_config(config: ConfigDict, workdir: Path) -> None:
@@ -140,12 +136,15 @@ def restore(run: Run, state: TrainState, batches: grain.DatasetIterator) -> Trai
 def run_steps(run: Run, state: TrainState, batches: grain.DatasetIterator) -> TrainState:
     """Runs the remaining steps; logs, validates and saves checkpoints at the intervals of the config."""
     config, checkpoints, first = run.config, run.checkpoints, int(state.step)
-    transfer, finetune = make_steps(run, state)
-    log = Log(run, first)
+    log, stage, one_step = Log(run, first), None, None
 
     with Progress("train", config.steps, first) as progress, stop_requests() as stop_requested:
         for step in range(first + 1, config.steps + 1):
-            one_step = transfer if step <= config.teacher.transfer_steps else finetune
+            if stage is not run.stages.at(step):
+                stage = run.stages.at(step)
+                one_step = make_step(stage.objective, stage.optimizer, run.mesh, state)
+                if len(run.stages.all) > 1:
+                    progress.say(f"stage {stage.name}: steps {stage.first + 1} to {stage.last}")
             state, result = one_step(state, [load_batch(part, run.mesh) for part in next(batches)])
             log.add(step, result)
             last, stopping = step == config.steps, stop_requested(step)
@@ -171,21 +170,13 @@ def run_steps(run: Run, state: TrainState, batches: grain.DatasetIterator) -> Tr
     return state
 
 
-def make_steps(run: Run, state: TrainState) -> tuple[Step | None, Step]:
-    """(the step of attention transfer, or None if the config has no transfer steps; the step of finetuning)."""
-    objective = Objective(run.built.model, teacher=run.teacher)
-    build_step = lambda **fields: make_step(objective._replace(**fields), run.optimizer, run.mesh, state)  # noqa: E731
-    transfer = build_step(transfer=True) if run.config.teacher.transfer_steps else None
-    return transfer, build_step(smoothing=run.config.label_smoothing)
-
-
 class Log:
     """The results of steps. They are read only when needed, because reading one waits for the device."""
 
     def __init__(self, run: Run, first: int):
         self.metrics = Metrics(run.workdir, first)
         self._config = run.config
-        self._schedule = make_schedule(run.config.optimizer, run.config.steps)
+        self._stages = run.stages
         self._unchecked: list[tuple[int, dict]] = []
         self._latest: dict[str, float] = {}
         self._tokens, self._since = 0.0, time.monotonic()
@@ -226,9 +217,10 @@ class Log:
         now = time.monotonic()
         speed = round(self._tokens / (now - self._since))
         self._tokens, self._since = 0.0, now
-        rate = float(self._schedule(step - 1))
+        stage = self._stages.at(step)
+        rate = stage.learning_rate(step)
         self.metrics.write(step, **self._latest, learning_rate=rate, tokens_per_second=speed)
-        shown = "distance" if step <= self._config.teacher.transfer_steps else "loss"
+        shown = "distance" if stage.objective.transfer else "loss"
         return {shown: self._latest[shown], "tokens_per_s": speed}
 
 

@@ -113,7 +113,8 @@ def test_sources_can_be_concatenated(tmp_path):
 
 def test_a_teacher_needs_a_pretrained_model():
     config = default_config()
-    config.teacher.update(writes=True, texts=3, soft=2.0, transfer_steps=5)
+    config.teacher.update(writes=True, texts=3, soft=2.0)
+    config.transfer.update(steps=5)
     problems = (
         r"config.teacher.texts=3 must be at least 20(.|\n)*needs config.init_from(.|\n)*a conversion(.|\n)*soft=2"
     )

@@ -1,0 +1,187 @@
+"""Which attention a model cannot do without: the damage done by reducing each one alone, without any training.
+
+Causal attention is reduced to a window and the first tokens; cross attention to the mean over the source. A language
+model is then scored by its recall (`t2r.evaluation.recall`), a translation model by the perplexity of its own greedy
+translations. The attention that does most damage is the one to keep as softmax: `keep=auto:N`.
+"""
+
+import functools
+import math
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from t2r.attention.module import SoftmaxAttention
+from t2r.batch import PADDING, Batch, inputs_and_targets
+from t2r.console import Progress
+from t2r.conversion.swap import linearize
+from t2r.errors import InputError
+from t2r.model.config import AttentionSpec
+from t2r.model.transformer import Block, LanguageModel
+
+WINDOW, SINKS = 32, 4  # what causal attention is reduced to, if the conversion has no window of its own
+MOST_DAMAGE = 10.0  # percent above the score of the whole model: the bound of keep=auto
+NO_DISTANT_TOKENS = -1e9  # the mixture's bias with which windowed attention has its window alone
+
+
+class Damage(NamedTuple):
+    """The scores (perplexities: lower is better) of a model whose attention is reduced, one at a time."""
+
+    base: float  # of the whole model
+    scores: dict[str, float]  # by attention: `3.attention`, `3.cross`
+    seconds: float
+
+    def worst(self, count: int, name: str = "attention") -> list[int]:
+        """The layers whose attention does most damage, in order of layers."""
+        layers = {int(key.split(".")[0]): score for key, score in self.scores.items() if key.endswith(f".{name}")}
+        return sorted(sorted(layers, key=lambda layer: -layers[layer])[:count])
+
+    def above(self, percent: float, name: str = "attention") -> list[int]:
+        """The layers whose attention does more damage than this, in percent of the whole model's score."""
+        scored = {int(key.split(".")[0]): score for key, score in self.scores.items() if key.endswith(f".{name}")}
+        return sorted(layer for layer, score in scored.items() if score > self.base * (1 + percent / 100))
+
+
+def measure_damage(
+    model: LanguageModel, batches: Sequence[Batch], *, window: int = 0, sinks: int | None = None, quiet: bool = False
+) -> Damage:
+    """Reduces each softmax attention of the decoder alone. For language models `batches` repeat: see `repeated`."""
+    began = time.perf_counter()
+    reduced = list(_reductions(model, window or WINDOW, SINKS if sinks is None else sinks))
+    if not reduced:
+        raise InputError("the model has no softmax attention left: damage is measured before a conversion")
+    sums = {name: 0.0 for name in ("", *(name for _, name, _ in reduced))}
+    tokens = 0
+    with Progress("damage", len(batches) * len(reduced), quiet=quiet) as progress:
+        for batch in batches:
+            run = _Run(model, batch)
+            tokens += run.tokens
+            sums[""] += run.loss(len(model.blocks))
+            for layer, name, block in reduced:
+                sums[name] += run.loss(layer, block)
+                progress.advance()
+    scores = {name: math.exp(min(total / tokens, 700)) for name, total in sums.items()}
+    return Damage(scores.pop(""), scores, round(time.perf_counter() - began, 1))
+
+
+def _reductions(model: LanguageModel, window: int, sinks: int) -> Iterator[tuple[int, str, Block]]:
+    """(layer, name of the attention, the layer's block with that attention reduced)."""
+    for layer, block in enumerate(model.blocks):
+        for name in ("attention", "cross"):
+            attention = getattr(block, name, None)
+            if isinstance(attention, SoftmaxAttention):
+                changed = nnx.merge(*nnx.split(block))  # a new object that shares the arrays
+                reduce = (lambda a: _window_alone(a, window, sinks)) if name == "attention" else _mean_of_source
+                setattr(changed, name, reduce(attention))
+                yield layer, f"{layer}.{name}", changed
+
+
+def _window_alone(attention: SoftmaxAttention, window: int, sinks: int) -> nnx.Module:
+    spec = AttentionSpec("windowed", "t2r", 1, window=window, sinks=sinks)
+    reduced = linearize(attention, spec, rngs=nnx.Rngs(0))
+    reduced.mixture.bias = nnx.Param(jnp.full(reduced.mixture.bias.shape, NO_DISTANT_TOKENS))
+    return reduced
+
+
+def _mean_of_source(attention: SoftmaxAttention) -> nnx.Module:
+    reduced = linearize(attention, AttentionSpec("linear", "t2r", 1), rngs=nnx.Rngs(0))
+    phi = reduced.feature_map  # φ = 1 for all queries and keys
+    phi.weight, phi.bias = nnx.Param(jnp.zeros(phi.weight.shape)), nnx.Param(jnp.ones(phi.bias.shape))
+    return reduced
+
+
+class _Run:
+    """The layers' inputs for one batch, from which the model runs on with one layer changed."""
+
+    def __init__(self, model: LanguageModel, batch: Batch):
+        self._blocks = [nnx.split(block) for block in model.blocks]
+        self._rest = nnx.split(model)
+        tokens, targets = inputs_and_targets(batch)
+        self._targets = jnp.asarray(targets)
+        counted = _counted(np.asarray(targets), translates=batch.source is not None)
+        self._counted, self.tokens = jnp.asarray(counted), int(counted.sum())
+        self._source = _encode(*self._rest, batch.source) if batch.source is not None else None
+        x = _embed(*self._rest, jnp.maximum(jnp.asarray(tokens), 0))
+        self._inputs = [x]
+        for block in self._blocks:
+            self._inputs.append(_block(*block, self._inputs[-1], self._source))
+
+    def loss(self, layer: int, changed: Block | None = None) -> float:
+        """The total loss when `changed` replaces the block of a layer."""
+        x = self._inputs[layer]
+        if changed is not None:
+            x = _block(*nnx.split(changed), x, self._source)
+            for block in self._blocks[layer + 1 :]:
+                x = _block(*block, x, self._source)
+        return float(_loss(*self._rest, x, self._targets, self._counted))
+
+
+def _counted(targets: np.ndarray, *, translates: bool) -> np.ndarray:
+    """Which targets count: all of a translation; the second half of a repeating sequence, its first token not."""
+    if translates:
+        return targets != PADDING
+    return np.broadcast_to(np.arange(targets.shape[1]) >= (targets.shape[1] + 1) // 2, targets.shape)
+
+
+# One compiled program for all layers of one structure.
+@functools.partial(jax.jit, static_argnums=0)
+def _block(graph: nnx.GraphDef, arrays: nnx.State, x: Array, source: tuple[Array, Array] | None) -> Array:
+    block = nnx.merge(graph, arrays)
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    state = None if source is None else block.source_state(source[0], mask=source[1])
+    return block(x, source=state, positions=positions)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _embed(graph: nnx.GraphDef, arrays: nnx.State, tokens: Array) -> Float[Array, "b n width"]:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return nnx.merge(graph, arrays).embed(tokens, positions)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _encode(graph: nnx.GraphDef, arrays: nnx.State, source: Array) -> tuple[Array, Array]:
+    mask = source != PADDING
+    return nnx.merge(graph, arrays).encode(jnp.maximum(source, 0), mask), mask
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _loss(graph: nnx.GraphDef, arrays: nnx.State, x: Array, targets: Array, counted: Array) -> Float[Array, ""]:
+    model = nnx.merge(graph, arrays)
+    x = x if model.final_norm is None else model.final_norm(x)
+    losses = model.embedding.loss(x, jnp.maximum(targets, 0)).astype(jnp.float32)
+    return jnp.where(counted, losses, 0).sum()
+
+
+AUTO = re.compile(r"auto(:(\d+)|:(\d+(\.\d+)?)%)?")
+
+
+def is_automatic(keep: str) -> bool:
+    """Whether `keep` asks for a measurement: auto, auto:4 or auto:10%."""
+    return keep.startswith("auto")
+
+
+def choose(keep: str, damage: Damage, name: str = "attention") -> str:
+    """`auto:4` (the 4 worst), `auto:10%` or `auto` (those that damage by more) as layer numbers, such as 3,17."""
+    match = AUTO.fullmatch(keep)
+    if not match:
+        raise InputError(
+            f"keep={keep!r}: use auto, auto:N for the N worst layers, or auto:P% for those that damage more"
+        )
+    count, percent = match[2], match[3]
+    layers = damage.worst(int(count), name) if count else damage.above(float(percent or MOST_DAMAGE), name)
+    return ",".join(map(str, layers)) or "none"
+
+
+def rows(damage: Damage) -> list[tuple[Any, ...]]:
+    """For a table: attention, score, percent above the whole model's."""
+    return [
+        (name, round(score, 3), f"{100 * (score / damage.base - 1):+.1f}%")
+        for name, score in sorted(damage.scores.items(), key=lambda item: -item[1])
+    ]
