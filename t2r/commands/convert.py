@@ -22,7 +22,14 @@ _CROSS_FEATURES = flags.DEFINE_integer(
 _ATTENTION = flags.DEFINE_enum(
     "attention", "all", ["all", "causal", "cross"], "Translation: which attention to convert."
 )
-_KEEP = flags.DEFINE_string("keep", "none", "Layers that keep softmax: none, every_4th (from the top), or 0,4,8.")
+_KEEP = flags.DEFINE_string(
+    "keep",
+    "none",
+    "Layers that keep softmax: none, every_4th (from the top), 0,4,8; or by damage, measured on --data: auto:4 for the "
+    "four worst, auto for all that damage the model by more than 10%.",
+)
+_CROSS_KEEP = flags.DEFINE_string("cross_keep", None, "Layers whose cross attention keeps softmax; default: --keep.")
+_DATA = flags.DEFINE_string("data", None, "For --keep=auto: text, or sentence pairs, on which damage is measured.")
 _WINDOW = flags.DEFINE_integer(
     "window", 0, "Causal attention stays exact for the last N tokens, beside φ for all earlier ones; 0: φ for all."
 )
@@ -45,13 +52,16 @@ def main() -> dict[str, Any]:
         sinks=_SINKS.value,
         attention=_ATTENTION.value,
         keep=_KEEP.value,
+        cross_keep=_CROSS_KEEP.value,
         seed=_SEED.value,
     )
     given = [name for name in plan if flags.FLAGS[name].present]
     if _MERGE.value and given:
         raise InputError(f"--merge changes no attention: leave out {', '.join(f'--{name}' for name in given)}")
-    plan = {} if _MERGE.value else plan
-    model = convert_directory(_MODEL.value, _OUTPUT.value, merge=_MERGE.value, **plan).model
+    if _MERGE.value:
+        model = convert_directory(_MODEL.value, _OUTPUT.value, merge=True).model
+    else:
+        model = convert_directory(_MODEL.value, _OUTPUT.value, choose=_choose, **plan).model
     config = model.config
     rows = [(f"{layer}", *_columns(spec)) for layer, spec in enumerate(config.attention)]
     rows += [(f"{layer} cross", *_columns(spec)) for layer, spec in enumerate(config.cross_attention)]
@@ -68,3 +78,16 @@ def main() -> dict[str, Any]:
 
 def _columns(spec) -> tuple:
     return spec.kind, spec.feature_map or "", spec.features or ""
+
+
+def _choose(loaded: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The plan with layer numbers in place of --keep=auto."""
+    from t2r.errors import InputError
+    from t2r.evaluation.damage import choose_layers, measure_on_data, reduction_of
+
+    def measure() -> Any:
+        if _DATA.value is None:
+            raise InputError("--keep=auto measures the model: say on what, with --data=text:FILE or --data=tsv:FILE")
+        return measure_on_data(loaded, _DATA.value, **reduction_of(plan))
+
+    return choose_layers(plan, measure, translates=bool(loaded.model.config.encoder_layers))

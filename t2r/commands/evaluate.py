@@ -3,6 +3,7 @@
 t2r evaluate --model=MODEL --data=builtin:pydoc
 t2r evaluate --model=MODEL --data=text:FILE [--split=all|train|valid|test]
 t2r evaluate --model=MODEL --data=text:FILE --documents [--first=60 --window=256]
+t2r evaluate --model=MODEL --data=text:FILE --recall=512,2048
 t2r evaluate --model=MODEL --data=builtin:numbers-en-de
 t2r evaluate --model=MODEL --data=pairs:SOURCE,TARGET [--beam=5 --length_penalty=0.6 --moses=de]
 t2r evaluate --model=MODEL --logits=IN.npz:OUT.npz
@@ -11,6 +12,8 @@ Perplexity is computed over the last 256 tokens of windows of 512 (`perplexity`,
 tokens (`perplexity_all`). With --documents each document is scored separately from its first token, and cut off after
 --window tokens; lines `<|endoftext|>` separate the documents of a file. BLEU and chrF are computed by sacrebleu, whose
 signature is part of the result; --moses adds the paper's tokenised BLEU.
+
+--recall adds the perplexity of the second half of sequences whose second half repeats the first: 1 is perfect recall.
 
 --logits computes the logits of given token ids, for comparison with another library. It reads `input_ids` (for
 translation also `decoder_input_ids`, and `attention_mask` if sources are padded) and writes `logits` in float32.
@@ -34,6 +37,7 @@ _FIRST = flags.DEFINE_integer("first", None, "Score only the first N documents o
 _BATCH = flags.DEFINE_integer(
     "batch", None, "Batch size; default: 8 windows or documents, 32 sentences.", lower_bound=1
 )
+_RECALL = flags.DEFINE_list("recall", [], "Perplexity of repeated text, too, at these lengths: 512,2048.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
 _BEAM = flags.DEFINE_integer("beam", 5, "Translation: beam size; 1: greedy.")
 _PENALTY = flags.DEFINE_float("length_penalty", 0.6, "Translation: scores are divided by length^penalty.")
@@ -70,10 +74,14 @@ def main() -> dict[str, Any]:
 
 def _options(*, translates: bool) -> dict[str, Any]:
     from t2r.decode.beam import Beam
+    from t2r.errors import InputError
 
     common = dict(first=_FIRST.value, batch=_BATCH.value)
     if not translates:
-        return dict(common, documents=_DOCUMENTS.value, window=_WINDOW.value)
+        lengths = [_length(value) for value in _RECALL.value]
+        return dict(common, documents=_DOCUMENTS.value, window=_WINDOW.value, recall_lengths=lengths)
+    if _RECALL.value:
+        raise InputError("--recall is for language models: a translation model is scored by BLEU")
     return dict(
         common,
         beam=Beam(_BEAM.value, _PENALTY.value, _EARLY.value),
@@ -82,3 +90,11 @@ def _options(*, translates: bool) -> dict[str, Any]:
         split_compounds=_COMPOUNDS.value,
         output=_OUTPUT.value,
     )
+
+
+def _length(value: str) -> int:
+    from t2r.errors import InputError
+
+    if not value.isdecimal() or int(value) < 4:
+        raise InputError(f"--recall={','.join(_RECALL.value)}: give lengths of at least 4 tokens, such as 512,2048")
+    return int(value)

@@ -1,5 +1,6 @@
 """Converts loaded models and model directories, by swap or by merge, and records it in their provenance."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,26 @@ def merge_model(loaded: LoadedModel, *, source: str = "") -> LoadedModel:
     return _with_history(loaded, merge(loaded.model), {"action": "merge"}, source)
 
 
-def convert_directory(name: str, output: str | Path, *, merge: bool = False, **plan: Any) -> LoadedModel:
-    """Loads the model `name`, converts it (or merges it, with `merge`), and saves it as the directory `output`."""
+def convert_directory(
+    name: str,
+    output: str | Path,
+    *,
+    merge: bool = False,
+    choose: Callable[[LoadedModel, dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]] | None = None,
+    **plan: Any,
+) -> LoadedModel:
+    """Loads the model `name`, converts it (or merges it, with `merge`), and saves it as the directory `output`.
+
+    `choose` completes the plan when the model is loaded, and returns it with what it measured.
+    """
     output = Path(output)
     if output.exists():
         raise InputError(f"--output={output} exists already: choose another directory or remove it")
-    loaded = model_dir.load(name)
+    loaded, measured = model_dir.load(name), {}
+    if choose is not None:
+        plan, measured = choose(loaded, plan)
     result = merge_model(loaded, source=name) if merge else convert_model(loaded, source=name, **plan)
+    result.provenance["history"][-1].update(measured)
     model_dir.save(output, result)
     return result
 

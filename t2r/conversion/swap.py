@@ -28,10 +28,13 @@ def swap(
     window: int = 0,
     sinks: int = 0,
     keep: str = "none",
+    cross_keep: str | None = None,
     attention: str = "all",
     seed: int = 0,
 ) -> LanguageModel:
     """The model with linear attention in all layers except those that `keep` names (see `layers_to_keep`).
+
+    `cross_keep` names those whose cross attention is kept; None: the same.
 
     With a `window`, causal attention stays exact for the last `window` tokens and the first `sinks`. Only φ, and how
     near and distant tokens mix, is new; all other parameters are shared with the original. In a translation model, the
@@ -58,13 +61,16 @@ def swap(
         exact = dict(kind="windowed", window=window, sinks=sinks)
         new_specs["attention"] = dataclasses.replace(new_specs["attention"], **exact)
     raise_all("cannot swap:", [problem for spec in new_specs.values() for problem in spec.problems(config.head_dim)])
-    kept = layers_to_keep(keep, len(model.blocks))
+    if cross_keep is not None and not config.encoder_layers:
+        raise InputError(f"cross_keep={cross_keep!r}: a language model has no cross attention")
+    kept = {"attention": layers_to_keep(keep, len(model.blocks))}
+    kept["cross"] = kept["attention"] if cross_keep is None else layers_to_keep(cross_keep, len(model.blocks))
     model = nnx.merge(*nnx.split(model))  # a new object that shares the arrays
     rngs = nnx.Rngs(seed)
     specs = {name: list(getattr(config, SPECS[name])) for name in new_specs}
     for layer, block in enumerate(model.blocks):
         for name, spec in new_specs.items():
-            if layer not in kept and specs[name][layer].kind == "softmax":
+            if layer not in kept[name] and specs[name][layer].kind == "softmax":
                 setattr(block, name, linearize(getattr(block, name), spec, rngs=rngs))
                 specs[name][layer] = dataclasses.replace(spec, rope_theta=specs[name][layer].rope_theta)
     model.config = dataclasses.replace(config, **{SPECS[name]: tuple(specs[name]) for name in specs})

@@ -6,10 +6,12 @@ translations. The attention that does most damage is the one to keep as softmax:
 """
 
 import functools
+import itertools
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -19,15 +21,26 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from t2r.attention.module import SoftmaxAttention
-from t2r.batch import PADDING, Batch, inputs_and_targets
-from t2r.console import Progress
+from t2r.batch import PADDING, Batch, inputs_and_targets, pad_sequences
+from t2r.console import Progress, say, table
 from t2r.conversion.swap import linearize
+from t2r.data.pairs import is_pairs, load_pairs
+from t2r.data.prepared import tokenize
+from t2r.data.sources import load_documents
+from t2r.data.tokenizer import decoder_start_ids
+from t2r.decode.beam import default_limit
+from t2r.decode.generate import generate_tokens, prefill_translation
+from t2r.decode.translator import pad
 from t2r.errors import InputError
+from t2r.evaluation.recall import repeated
+from t2r.evaluation.score import default_split
 from t2r.model.config import AttentionSpec
-from t2r.model.transformer import Block, LanguageModel
+from t2r.model.transformer import Block, LanguageModel, check_length
+from t2r.store.model_dir import LoadedModel
 
 WINDOW, SINKS = 32, 4  # what causal attention is reduced to, if the conversion has no window of its own
 MOST_DAMAGE = 10.0  # percent above the score of the whole model: the bound of keep=auto
+SEQUENCES, SOURCES = 16, 96  # on which language models and translation models are measured
 NO_DISTANT_TOKENS = -1e9  # the mixture's bias with which windowed attention has its window alone
 
 
@@ -71,6 +84,63 @@ def measure_damage(
     return Damage(scores.pop(""), scores, round(time.perf_counter() - began, 1))
 
 
+def damage_on_text(
+    model: LanguageModel,
+    tokens: np.ndarray,
+    *,
+    length: int = 512,
+    sequences: int = SEQUENCES,
+    batch: int = 4,
+    **options: Any,
+) -> Damage:
+    """The damage to a language model's recall of pieces of a text; `options` are those of `measure_damage`."""
+    check_length(model.config, length)
+    repeating = repeated(tokens, length, sequences)
+    parts = [repeating[first : first + batch] for first in range(0, len(repeating), batch)]
+    return measure_damage(model, [Batch(part) for part in parts], **options)
+
+
+def damage_on_sources(
+    loaded: LoadedModel, sources: Sequence[str], *, length: int = 128, batch: int = 32, **options: Any
+) -> Damage:
+    """The damage to a translation model's own greedy translations of these sources (those of up to `length` tokens)."""
+    model, tokenizer, _ = loaded
+    target, start = tokenizer.target, decoder_start_ids(tokenizer.target)
+    encoded = sorted((ids for ids in map(tokenizer.encode_source, sources) if len(ids) <= length), key=len)
+    if not encoded:
+        raise InputError(f"none of {len(sources)} sources has at most {length} tokens: give shorter ones")
+    batches = []
+    for first in range(0, len(encoded), batch):
+        padded = pad(encoded[first : first + batch], len(encoded[first : first + batch]))
+        most = min(default_limit(padded.shape[1]), length)
+        generation = prefill_translation(model, padded, most, start=start)
+        _, outputs = generate_tokens(model, generation, most, end=target.stop)
+        translations = [[*start, *ids, *([target.stop] if len(ids) < most else [])] for ids in outputs]
+        batches.append(Batch(pad_sequences(translations, len(padded), max(map(len, translations))), padded))
+    return measure_damage(model, batches, **options)
+
+
+def measure_on_data(
+    loaded: LoadedModel,
+    data: str,
+    split: str | None = None,
+    *,
+    length: int | None = None,
+    sequences: int | None = None,
+    **options: Any,
+) -> Damage:
+    """The damage on data such as `text:FILE`, or on the sources of pairs; `options` are those of `measure_damage`."""
+    translates, split = bool(loaded.model.config.encoder_layers), split or default_split(data)
+    if is_pairs(data) != translates:
+        needed = "sentence pairs" if translates else "text"
+        raise InputError(f"--data={data}: a {'translation' if translates else 'language'} model needs {needed}")
+    if translates:
+        sources = [source for source, _ in itertools.islice(load_pairs(data, split), sequences or SOURCES)]
+        return damage_on_sources(loaded, sources, length=length or 128, **options)
+    tokens = tokenize(loaded.tokenizer, load_documents(data, split))
+    return damage_on_text(loaded.model, tokens, length=length or 512, sequences=sequences or SEQUENCES, **options)
+
+
 def _reductions(model: LanguageModel, window: int, sinks: int) -> Iterator[tuple[int, str, Block]]:
     """(layer, name of the attention, the layer's block with that attention reduced)."""
     for layer, block in enumerate(model.blocks):
@@ -103,12 +173,12 @@ class _Run:
     def __init__(self, model: LanguageModel, batch: Batch):
         self._blocks = [nnx.split(block) for block in model.blocks]
         self._rest = nnx.split(model)
-        tokens, targets = inputs_and_targets(batch)
-        self._targets = jnp.asarray(targets)
+        tokens, targets = inputs_and_targets(jax.tree.map(jnp.asarray, batch))
+        self._targets = targets
         counted = _counted(np.asarray(targets), translates=batch.source is not None)
         self._counted, self.tokens = jnp.asarray(counted), int(counted.sum())
         self._source = _encode(*self._rest, batch.source) if batch.source is not None else None
-        x = _embed(*self._rest, jnp.maximum(jnp.asarray(tokens), 0))
+        x = _embed(*self._rest, tokens)
         self._inputs = [x]
         for block in self._blocks:
             self._inputs.append(_block(*block, self._inputs[-1], self._source))
@@ -169,14 +239,44 @@ def is_automatic(keep: str) -> bool:
 
 def choose(keep: str, damage: Damage, name: str = "attention") -> str:
     """`auto:4` (the 4 worst), `auto:10%` or `auto` (those that damage by more) as layer numbers, such as 3,17."""
+    count, percent = _parse(keep)
+    layers = damage.above(percent, name) if count is None else damage.worst(count, name)
+    return ",".join(map(str, layers)) or "none"
+
+
+def _parse(keep: str) -> tuple[int | None, float]:
+    """(how many layers to keep, or None; else those above this percentage)."""
     match = AUTO.fullmatch(keep)
     if not match:
         raise InputError(
             f"keep={keep!r}: use auto, auto:N for the N worst layers, or auto:P% for those that damage more"
         )
-    count, percent = match[2], match[3]
-    layers = damage.worst(int(count), name) if count else damage.above(float(percent or MOST_DAMAGE), name)
-    return ",".join(map(str, layers)) or "none"
+    return int(match[2]) if match[2] else None, float(match[3] or MOST_DAMAGE)
+
+
+def choose_layers(
+    plan: dict[str, Any], measure: Callable[[], Damage], *, translates: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the arguments of `swap` with layer numbers in place of `auto`, the measurement for the provenance)."""
+    asked = {name: plan[name] for name in ("keep", "cross_keep") if plan.get(name) and is_automatic(plan[name])}
+    if not asked:
+        return plan, {}
+    if "keep" in asked and plan.get("cross_keep") is None and translates:
+        asked["cross_keep"] = plan["keep"]  # each kind of attention has its own worst layers
+    for keep in asked.values():
+        _parse(keep)  # before anything is measured
+    damage = measure()
+    attention = {"keep": "attention", "cross_keep": "cross"}
+    chosen = {name: choose(keep, damage, attention[name]) for name, keep in asked.items()}
+    say(table(["attention", "perplexity", "damage"], [("all", damage.base, ""), *rows(damage)]))
+    kept = ", ".join(f"{name}={keep} keeps {chosen[name]}" for name, keep in asked.items())
+    say(f"{kept} (measured in {damage.seconds} s)")
+    return {**plan, **chosen}, {"asked": asked, "damage": damage._asdict()}
+
+
+def reduction_of(plan: dict[str, Any]) -> dict[str, Any]:
+    """What attention is reduced to for a conversion with this plan: its own window, if it has one."""
+    return dict(window=plan["window"], sinks=plan["sinks"]) if plan.get("window") else {}
 
 
 def rows(damage: Damage) -> list[tuple[Any, ...]]:
@@ -185,3 +285,21 @@ def rows(damage: Damage) -> list[tuple[Any, ...]]:
         (name, round(score, 3), f"{100 * (score / damage.base - 1):+.1f}%")
         for name, score in sorted(damage.scores.items(), key=lambda item: -item[1])
     ]
+
+
+def plot(damage: Damage, path: str | Path) -> None:
+    """Draws the score of each attention as a bar, above the line of the whole model's."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(6.0, 0.28 * len(damage.scores)), 3.6))
+    axes = figure.subplots()
+    colors = ["#cc79a7" if name.endswith(".cross") else "#d55e00" for name in damage.scores]
+    labels = [name.removesuffix(".attention").replace(".cross", "×") for name in damage.scores]
+    axes.bar(range(len(labels)), list(damage.scores.values()), color=colors)
+    axes.axhline(damage.base, color="#0072b2", label=f"nothing reduced: {damage.base:.3g}")
+    axes.set_xticks(range(len(labels)), labels, fontsize=7)
+    axes.set(xlabel="layer whose attention is reduced (×: cross attention)", ylabel="perplexity", yscale="log")
+    axes.legend(fontsize=8, edgecolor="none")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from t2r.errors import InputError
 from t2r.evaluation.bleu import check_tokenizer, score_translations, tokenized_bleu
 from t2r.evaluation.logits import logits_of
 from t2r.evaluation.perplexity import bits_per_byte, document_perplexity, per_word, perplexity
+from t2r.evaluation.recall import recall
 from t2r.store.model_dir import LoadedModel
 
 
@@ -45,11 +47,17 @@ def evaluate_text(
     first: int | None = None,
     window: int | None = None,
     batch: int | None = None,
+    recall_lengths: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Perplexities of a text, or with `documents` of its documents independently; `first` limits their number."""
+    """Perplexities of a text, or with `documents` of its documents independently; `first` limits their number.
+
+    `recall_lengths`: the perplexity of repeated text, too, in sequences of each of these lengths.
+    """
     model, tokenizer, _ = loaded
     texts = load_documents(data, split)[:first]
     options = dict(window=window, batch=batch or 8, start=tokenizer.end)
+    if documents and recall_lengths:
+        raise InputError("recall is measured on a text, not on its documents one by one: leave out one of the two")
     if documents:
         scores = document_perplexity(model, [tokenizer.encode(text) for text in texts], **options)
         return {"perplexity": scores.perplexity, "documents": len(texts), "tokens": scores.tokens}
@@ -62,6 +70,8 @@ def evaluate_text(
         "bits_per_byte": bits_per_byte(scores, text),
         "tokens": scores.tokens,
     }
+    for length in recall_lengths:
+        result[f"recall_{length}"] = recall(model, tokens, length=length, batch=max(1, 4096 // length))
     if isinstance(tokenizer, Words):
         # An unknown word is scored as <unk>, so perplexity and bits per byte are too low by an unknown amount.
         result["unknown_words"] = tokenizer.unknown(tokens)

@@ -14,6 +14,7 @@ from t2r.model.loss import Teacher
 from t2r.model.transformer import LanguageModel, make_model
 from t2r.store import model_dir
 from t2r.training.config import conversion, has_teacher
+from t2r.training.keep import with_layers_chosen
 from t2r.training.task import learn_tokenizer
 
 
@@ -29,8 +30,9 @@ def build(config: ConfigDict, workdir: Path) -> Built:
     """Loads `init_from`, or initialises a model at random and trains its tokenizer on the data; then converts it."""
     model, tokenizer, history = _pretrained(config) if config.init_from else _random(config, workdir)
     if plan := conversion(config):
+        plan, measured = with_layers_chosen(config, workdir, model_dir.LoadedModel(model, tokenizer, {}), plan)
         model = swap(model, **plan)
-        history = [*history, {"action": "swap", **plan}]
+        history = [*history, {"action": "swap", **plan, **measured}]
     return Built(model, tokenizer, history)
 
 

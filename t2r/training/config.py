@@ -33,10 +33,21 @@ def default_config() -> ConfigDict:
             init_preset="",  # the preset of that model: lets `benchmark compile` run before init_from exists
             model=architecture("tiny_lm"),
             # The conversion. feature_map: φ that replaces softmax ("": no conversion); features: feature size k (0: the
-            # default of φ); keep: layers that keep softmax. Translation models only: cross_features is k of cross
-            # attention (0: same as features), attention=all|causal|cross selects what is converted.
+            # default of φ); keep: layers that keep softmax (none, every_4th, 3,7; or auto:4, whose conversion does
+            # most damage). Translation models only: cross_features is k of cross attention (0: same as features),
+            # cross_keep the layers that keep softmax there ("": same as keep), attention=all|causal|cross selects what
+            # is converted.
             # window, sinks: causal attention stays exact for the last `window` tokens and the first `sinks`.
-            convert=dict(feature_map="", features=0, cross_features=0, window=0, sinks=0, keep="none", attention="all"),
+            convert=dict(
+                feature_map="",
+                features=0,
+                cross_features=0,
+                window=0,
+                sinks=0,
+                keep="none",
+                cross_keep="",
+                attention="all",
+            ),
             trainable="all",  # or feature_maps, all_but_feature_maps, converted, decoder: see t2r.model.parameters
             data=dict(
                 source="builtin:pydoc",
@@ -206,6 +217,7 @@ def conversion(config: ConfigDict) -> dict:
     if not plan.feature_map:
         return {}
     sizes = {"features": plan.features or None, "cross_features": plan.cross_features or None}
+    sizes["cross_keep"] = plan.cross_keep or None
     return {**plan, **sizes, "seed": config.seed}
 
 

@@ -36,7 +36,10 @@ def reduced_to_a_window(model, layer, window, sinks):
 
 
 def test_damage_is_the_recall_of_the_model_with_one_layer_reduced_to_its_window():
-    model, text = make_model(micro(layers=3, positions="rotary", adaptive_cutoffs=())), np.asarray(random_tokens(1, 60)[0])
+    model, text = (
+        make_model(micro(layers=3, positions="rotary", adaptive_cutoffs=())),
+        np.asarray(random_tokens(1, 60)[0]),
+    )
     batches = [Batch(part) for part in np.split(repeated(text, 20, 6), 2)]
     damage = measure_damage(model, batches, window=3, sinks=1, quiet=True)
     options = dict(length=20, sequences=6, quiet=True)

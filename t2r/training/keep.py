@@ -1,0 +1,50 @@
+"""Chooses the layers that keep softmax (`keep=auto`) by measured damage, on a run's own data, before its conversion."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from t2r.data.pairs import load_pairs
+from t2r.data.prepared import cached_directory, stamps_of
+from t2r.evaluation.damage import (
+    SOURCES,
+    Damage,
+    choose_layers,
+    damage_on_sources,
+    damage_on_text,
+    reduction_of,
+)
+from t2r.files import read_json
+from t2r.store.model_dir import LoadedModel
+from t2r.training.task import corpora, splits
+
+
+def with_layers_chosen(
+    config: ConfigDict, workdir: Path, loaded: LoadedModel, plan: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the arguments of `swap` with layer numbers in place of `auto`, the measurement for the provenance)."""
+    translates = bool(loaded.model.config.encoder_layers)
+    return choose_layers(plan, lambda: _measured(config, workdir, loaded, plan), translates=translates)
+
+
+def _measured(config: ConfigDict, workdir: Path, loaded: LoadedModel, plan: dict[str, Any]) -> Damage:
+    """The damage of each attention, from the work directory if it was measured before."""
+    data, reduction = config.data, reduction_of(plan)
+
+    def fill(folder: Path) -> None:
+        if loaded.model.config.encoder_layers:
+            spec, split = splits(config)[0]
+            sources = [source for source, _ in itertools.islice(load_pairs(spec, split), SOURCES)]
+            damage = damage_on_sources(loaded, sources, length=data.length, **reduction)
+        else:
+            tokens, _ = corpora(config, workdir, loaded.tokenizer)[0]
+            damage = damage_on_text(loaded.model, tokens, length=data.length, **reduction)
+        (folder / "damage.json").write_text(json.dumps(damage._asdict(), indent=1) + "\n")
+
+    stamps = stamps_of(f"model:{config.init_from}/model.safetensors"), stamps_of(data.source)
+    request = f"{config.init_from} {data.source} {config.teacher.writes} {data.length} {reduction} {stamps}"
+    folder = cached_directory(workdir, "damage", request, fill)
+    return Damage(**read_json(folder / "damage.json", "remove its folder: it is then measured again"))
