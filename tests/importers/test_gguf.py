@@ -287,6 +287,18 @@ def test_a_damaged_length_ends_in_an_error_not_in_a_loop(where, tmp_path):
         read_source(path)
 
 
+def test_any_damaged_byte_of_the_header_is_harmless_or_a_clear_error(tmp_path):
+    path = write(tmp_path / "model.gguf", *read_folder(FOLDER / "llama"))
+    content, rng, errors = path.read_bytes(), np.random.default_rng(0), 0
+    for position in rng.integers(4, content.index(b"output_norm.weight"), 100):
+        path.write_bytes(content[:position] + rng.bytes(1) + content[position + 1 :])
+        try:
+            read_source(path)
+        except InputError:
+            errors += 1
+    assert errors > 50
+
+
 CASES = {
     "no version": (dict(), dict(), "version 7"),
     "architecture": ({"architecture": "perceiver"}, {}, "unknown general.architecture 'perceiver'"),
