@@ -73,11 +73,11 @@ def save(model: "LoadedModel", path: str | Path) -> None:
     model_dir.save(Path(path), model)
 
 
-def import_model(source: str | Path, output: str | Path, **languages: str) -> "LoadedModel":
-    """A model of Hugging Face's or fairseq's, written as a model directory and loaded."""
+def import_model(source: str | Path, output: str | Path, **options: str) -> "LoadedModel":
+    """A model of Hugging Face's, fairseq's or llama.cpp's, written as a model directory and loaded."""
     from t2r.importers import source as importers
 
-    importers.import_model(source, output, **languages)
+    importers.import_model(source, output, **options)
     return load(output)
 
 

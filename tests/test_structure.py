@@ -93,7 +93,8 @@ def test_generating_on_a_cpu_loads_no_kernel():
 def test_heavy_packages_are_loaded_by_those_who_need_them():
     """Commands that neither plot nor prepare data start without matplotlib and tensorflow-datasets."""
     loaded = loaded_by("t2r.decode.text", "t2r.conversion.directory", "t2r.evaluation.score", "t2r.training.trainer")
-    assert not {"matplotlib", "tensorflow_datasets", "sacrebleu", "tokenizers", "torch", "tensorboardX"} & loaded
+    heavy = {"matplotlib", "tensorflow_datasets", "sacrebleu", "tokenizers", "gguf", "torch", "tensorboardX"}
+    assert not heavy & loaded
 
 
 def test_training_changes_nothing_at_import():
@@ -134,11 +135,11 @@ def test_the_lists_of_packages_agree(path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     if path == "requirements.txt":
-        wanted = project["dependencies"] + [
-            line for name in ("hub", "translation", "data", "export") for line in extras[name]
-        ]
+        names = ("hub", "gguf", "translation", "data", "export")
+        wanted = project["dependencies"] + [line for name in names for line in extras[name]]
     else:
-        wanted = [line for line in extras["test"] if not line.startswith("t2r[")]
+        wanted = extras["test"]
+    wanted = [line for line in wanted if not line.startswith("t2r[")]
     lines = [line.partition("#")[0].strip() for line in (ROOT / path).read_text().splitlines()]
     normal = lambda line: line.replace('"', "'").replace(" ", "")  # noqa: E731
     assert sorted(normal(line) for line in lines if line) == sorted(map(normal, wanted))

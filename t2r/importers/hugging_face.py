@@ -2,7 +2,7 @@
 would change the model without being read."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,18 +79,31 @@ def load_checkpoint(folder: Path) -> tuple[ModelConfig, dict[str, np.ndarray], F
         raise InputError(f"{folder}: {kind} is not supported: {REFUSED[kind]}")
     if kind not in FAMILIES:
         raise InputError(f"{folder}: unknown model_type {kind!r}; choose from {', '.join(sorted(FAMILIES))}")
+    tensors = _without_prefix(Tensors(folder), FAMILIES[kind].prefixes)
+    return *convert(original, tensors, folder / "config.json"), original
+
+
+def convert(
+    original: Fields,
+    tensors: Mapping[str, np.ndarray],
+    path: Path,
+    rewrite: Callable[[TensorRule], TensorRule] = lambda rule: rule,
+    ignore: tuple[str, ...] = (),
+) -> tuple[ModelConfig, dict[str, np.ndarray]]:
+    """The config and arrays of a model, from the content of its config.json (`path` is named in errors) and tensors
+    without prefixes. `rewrite` adapts the family's rules to tensors of other names or layouts."""
+    kind = original["model_type"]
     family = FAMILIES[kind]
     theirs = TrackedConfig({**family.defaults, **original})
-    tensors = _without_prefix(Tensors(folder), family.prefixes)
     try:
         fields = family.fields(theirs)
-        rules = family.rules(theirs)
+        rules = [rewrite(rule) for rule in family.rules(theirs)]
     except KeyError as error:
-        raise InputError(f"{folder / 'config.json'} has no {error}, which {kind} needs") from None
+        raise InputError(f"{path} has no {error}, which {kind} needs") from None
     check_keys(kind, theirs, family)
     config = from_dict(fields | stored_fields(fields, rules, tensors))
-    ignore = family.ignore + (("lm_head\\.weight",) if config.tied_output else ())
-    return config, load(config, rules, tensors, ignore=ignore), original
+    ignore += family.ignore + (("lm_head\\.weight",) if config.tied_output else ())
+    return config, load(config, rules, tensors, ignore=ignore)
 
 
 def stored_fields(fields: Fields, rules: list[TensorRule], tensors: Mapping[str, np.ndarray]) -> Fields:

@@ -1,4 +1,4 @@
-"""Imports a model of another library, Hugging Face or fairseq, into a model directory."""
+"""Imports a model of another library, Hugging Face, fairseq or llama.cpp, into a model directory."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 from t2r import environment
 from t2r.data.tokenizer import Tokenizer, TokenizerPair
 from t2r.errors import InputError
-from t2r.importers import fairseq, hugging_face, tokenizers
+from t2r.importers import fairseq, gguf_model, gguf_tokenizer, hugging_face, tokenizers
+from t2r.importers.gguf_file import GGUFFile, is_gguf
 from t2r.model.config import ModelConfig
 from t2r.model.parameters import Arrays, abstract_model, parameter_count, with_arrays
 from t2r.store import model_dir
@@ -29,8 +30,10 @@ def import_model(
     *,
     source_language: str | None = None,
     target_language: str | None = None,
+    dtype: str = "float32",
 ) -> dict[str, Any]:
-    """Writes a model directory from a Hugging Face directory or a fairseq checkpoint; returns a summary."""
+    """Writes a model directory, its weights as `dtype`, from a Hugging Face directory, a fairseq checkpoint or a GGUF
+    file; returns a summary."""
     source, output = Path(source), Path(output)
     if output.exists():
         raise InputError(f"--output={output} exists already: choose another or remove it")
@@ -42,7 +45,7 @@ def import_model(
         "environment": environment.describe(),
     }
     model = with_arrays(abstract_model(imported.config), imported.arrays)
-    model_dir.save(output, LoadedModel(model, imported.tokenizer, {"history": [entry]}))
+    model_dir.save(output, LoadedModel(model, imported.tokenizer, {"history": [entry]}), dtype=dtype)
     return {
         "model": str(output),
         "family": imported.family,
@@ -53,7 +56,7 @@ def import_model(
 
 
 def read_source(source: Path, languages: tokenizers.Languages = tokenizers.Languages()) -> Imported:
-    """Reads a Hugging Face directory (it has a config.json) or a fairseq checkpoint (a .pt file)."""
+    """Reads a Hugging Face directory (it has a config.json), a GGUF file, or a fairseq checkpoint (a .pt file)."""
     if not source.exists():
         raise InputError(
             f"{source} does not exist: give a directory or a checkpoint on this machine; nothing is downloaded"
@@ -65,13 +68,14 @@ def read_source(source: Path, languages: tokenizers.Languages = tokenizers.Langu
     checkpoint = fairseq.find(source)
     if checkpoint is None:
         raise InputError(
-            f"{source} has neither a config.json (Hugging Face) nor a .pt file (fairseq): there is nothing to import"
+            f"{source} has neither a config.json (Hugging Face) nor a .pt file (fairseq) and is not a GGUF file: there "
+            "is nothing to import"
         )
     if any(languages):
         raise InputError(
-            "a fairseq checkpoint names its languages itself: leave out --source_language and --target_language"
+            f"{checkpoint} chooses its languages itself: leave out --source_language and --target_language"
         )
-    return _fairseq(checkpoint)
+    return _gguf(checkpoint) if is_gguf(checkpoint) else _fairseq(checkpoint)
 
 
 def _hugging_face(source: Path, languages: tokenizers.Languages) -> Imported:
@@ -85,3 +89,10 @@ def _fairseq(checkpoint: Path) -> Imported:
     tokenizer = tokenizers.fairseq(checkpoint.parent, settings, config)
     family = "transformer" if config.encoder_layers else "transformer_lm"
     return Imported(config, arrays, tokenizer, f"fairseq {family}", settings["arch"])
+
+
+def _gguf(path: Path) -> Imported:
+    file = GGUFFile(path)
+    config, arrays, original = gguf_model.load_checkpoint(file, path)
+    tokenizer = gguf_tokenizer.read(file.metadata, config.vocab_size, path)
+    return Imported(config, arrays, tokenizer, f"gguf {original['model_type']}", file.metadata["general.architecture"])

@@ -71,8 +71,12 @@ def write(path: Path, arrays: Mapping[str, Any], dtype: str) -> None:
     text += b" " * (-len(text) % 8)  # safetensors aligns the data to 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for array in arrays.values():
-            file.write(np.ascontiguousarray(array, kind).reshape(-1).view(np.uint8))
+        for name, array in arrays.items():
+            with np.errstate(over="ignore"):
+                stored = np.ascontiguousarray(array, kind).reshape(-1)
+            if kind == np.float16 and np.isinf(stored).any():
+                raise InputError(f"{name} has values beyond 65,504, the largest of float16: write float32 instead")
+            file.write(stored.view(np.uint8))
 
 
 def _bytes(entry: dict[str, Any]) -> int:
