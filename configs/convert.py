@@ -9,14 +9,19 @@ VARIANT is
     pairs       translation models, on --config.data.source=tsv:FILE
     distilled   translation models, on their own translations of the sources of --config.data.source=tsv:FILE
 
+Causal attention stays exact for the last 64 tokens and the first 4, and each attention is fitted to the one it replaces
+before the whole model is finetuned, on the text and on the transformer's probabilities. VARIANT/paper, such as
+text/paper, is the paper's recipe: no window, no transfer.
+
 Fields to set:
+    convert.keep=auto:4                 the four layers whose conversion does most damage keep softmax; none, every_4th,
+                                        or layer numbers such as 3,7
+    convert.window, sinks               tokens that stay exact; 0: φ for all
     convert.features, cross_features    feature sizes
-    convert.keep                        layers that keep softmax: none, every_4th, or indices such as 3,7
-    steps, data.batch, data.length, optimizer.learning_rate
-    transfer.steps=1000                 attention transfer: in the first 1,000 steps each converted attention is fitted
-                                        to the output of the softmax attention it replaces
+    steps, transfer.steps               all steps, and how many of them, the first, are attention transfer
+    data.batch, data.length, optimizer.learning_rate
     teacher.spliced=100000              for distilled: more source sentences, spliced from clauses of the others
-The imported model's tokenizer is used. Results: results/stories15M.md, results/opus_mt.md.
+The imported model's tokenizer is used. Results: results/smollm2.md, results/stories15M.md, results/opus_mt.md.
 """
 
 from t2r.errors import InputError
@@ -26,8 +31,9 @@ VARIANTS = ("text", "data_free", "pairs", "distilled")
 
 
 def get_config(variant: str = "text"):
-    if variant not in VARIANTS:
-        raise InputError(f"unknown variant {variant!r}: choose one of {', '.join(VARIANTS)}")
+    name, slash, recipe = variant.partition("/")
+    if name not in VARIANTS or (slash and recipe != "paper"):
+        raise InputError(f"unknown variant {variant!r}: choose one of {', '.join(VARIANTS)}, or one with /paper")
     config = default_config()
     config.init_from = "imported"
     config.model = pretrained(dtype="bfloat16")
@@ -35,14 +41,31 @@ def get_config(variant: str = "text"):
     config.steps = 2000
     config.log_every, config.eval_every, config.checkpoint_every = 50, 500, 500
     config.optimizer.update(learning_rate=5e-4, warmup_steps=200, weight_decay=0.01)
-    if variant in ("pairs", "distilled"):
+    if name in ("pairs", "distilled"):
         config.convert.update(features=4, cross_features=32)  # the paper's 32-4
         config.data.update(source="tsv:pairs.tsv", length=128, batch_tokens=16_384)
-        config.label_smoothing = 0.1 if variant == "pairs" else 0.0
-        config.teacher.update(writes=variant == "distilled", temperature=0.0)
+        config.label_smoothing = 0.1 if name == "pairs" else 0.0
+        config.teacher.update(writes=name == "distilled", temperature=0.0)
     else:
         config.data.update(source="text:text.txt", length=256, batch=64)
-        config.teacher.writes = config.data.documents = variant == "data_free"
+        config.teacher.writes = config.data.documents = name == "data_free"
     if config.teacher.writes:
         config.teacher.soft = 0.5  # better than hard labels alone (0) and than soft targets alone (1)
+    if recipe != "paper":
+        keep_the_model(config)
     return config
+
+
+def keep_the_model(config) -> None:
+    """What off-the-shelf models need beyond the paper's recipe (results/smollm2.md)."""
+    config.convert.update(window=64, sinks=4)
+    config.transfer.steps = 400
+    config.teacher.soft = 0.5
+    config.optimizer.update(
+        learning_rate=3e-4,
+        min_learning_rate=1.5e-5,
+        warmup_steps=40,
+        b2=0.95,
+        weight_decay=0.0,
+        new_rate=10.0,
+    )
