@@ -88,7 +88,7 @@ def translate(
     check_length(model.config, int(lengths.max()))
     limits = [default_limit(int(length)) for length in lengths] if limits is None else limits
     prefix = start if isinstance(start, tuple) else (end if start is None else start,)
-    if model.config.positions == "learned":
+    if model.config.max_positions:
         limits = [min(limit, model.config.max_positions - len(prefix)) for limit in limits]
     # From the padded width, not the lengths, so that batches of one width share a compiled program.
     capacity = max(default_limit(sources.shape[1]), *limits) + 1

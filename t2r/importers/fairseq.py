@@ -12,9 +12,10 @@ import numpy as np
 
 from t2r.errors import InputError, raise_all
 from t2r.importers import torch_file
-from t2r.importers.families import Fields, stack_rules
 from t2r.importers.names import TensorRule, load, transposed
+from t2r.importers.rules import Fields
 from t2r.importers.torch_file import Shell, Tensor
+from t2r.importers.translation_models import stack_rules
 from t2r.model.config import ModelConfig, from_dict
 
 LANGUAGE_MODELS = "transformer_lm"  # and all names that begin with it

@@ -10,8 +10,9 @@ import numpy as np
 
 from t2r.errors import InputError, raise_all
 from t2r.files import read_json
-from t2r.importers.families import FAMILIES, REFUSED, Family, Fields
+from t2r.importers.families import FAMILIES, REFUSED, Family
 from t2r.importers.names import TensorRule, load
+from t2r.importers.rules import Fields
 from t2r.model.config import ModelConfig, from_dict
 from t2r.store.tensors import Tensors
 

@@ -158,7 +158,8 @@ def test_every_key_of_every_family_is_accounted_for():
 
 
 # Values that the library's class computes from others when it is made.
-COMPUTED = ("layer_types", "sliding_window", "num_key_value_heads", "head_dim", "hidden_act")
+COMPUTED = ("layer_types", "sliding_window", "num_key_value_heads", "head_dim", "hidden_act", "no_rope_layers",
+            "num_kv_heads", "ffn_hidden_size")  # fmt: skip
 
 
 def _matches(key: str, pattern: str) -> bool:
