@@ -225,7 +225,7 @@ def arrays(model: dict[str, Any]) -> dict[str, np.ndarray]:
             continue
         for old, new in OLD_NAMES.items():
             name = re.sub(old, new, name)
-        fused = re.fullmatch(r"(.*)\.in_proj_(weight|bias)", name)
+        fused = re.fullmatch(r"(.*_attn)\.in_proj_(weight|bias)", name)
         if fused and array.ndim:
             parts = np.array_split(array, 3)
             result |= {f"{fused[1]}.{which}_proj.{fused[2]}": part for which, part in zip("qkv", parts)}

@@ -203,6 +203,7 @@ def test_every_array_of_every_model_is_documented():
     for config in (
         micro(layers=len(maps), attention=maps),
         micro(adaptive_cutoffs=(), **norms, **odd),
+        micro(norm_placement="output", query_norm=True, query_norm_heads=True, projection_bias=False),
         micro_mt(shared_embedding=False, final_norm=True, attention=(MERGED, SOFTMAX), cross_attention=(MERGED,)),
     ):
         arrays, documented_names = arrays_of(abstract_model(config)), set()

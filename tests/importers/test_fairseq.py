@@ -101,6 +101,17 @@ def test_a_translation_model_equals_the_reference(tmp_path):
     compare(tmp_path / "model.pt", c, arrays)
 
 
+def test_copies_of_encoder_weights_are_ignored(tmp_path):
+    """fairseq 0.12 has each encoder layer's weights a second time, for a fused kernel; in checkpoints they are zeros."""
+    c = dict(MT, share_all_embeddings=True)
+    arrays = weights(c)
+    copies = {"in_proj_weight": (48, 16), "in_proj_bias": (48,), "out_proj_weight": (16, 16), "out_proj_bias": (16,)}
+    copies |= {"fc1_weight": (24, 16), "fc1_bias": (24,), "fc2_weight": (16, 24), "fc2_bias": (16,)}
+    zeros = {f"encoder.layers.0.{name}": np.zeros(shape, np.float32) for name, shape in copies.items()}
+    write(tmp_path / "model.pt", {"args": namespace(**c), "model": arrays | zeros})
+    compare(tmp_path / "model.pt", c, arrays)
+
+
 def test_an_old_translation_model_with_separate_vocabularies_equals_the_reference(tmp_path):
     arrays = weights(SEPARATE, source=30, positions=20)
     write(tmp_path / "model.pt", {"args": namespace(**SEPARATE), "model": old_names(arrays)}, legacy=True)

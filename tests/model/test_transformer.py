@@ -32,6 +32,10 @@ FAMILIES = {
         adaptive_cutoffs=(), scale_embedding=False, final_norm=True,
     ),
     "gpt-2": dict(positions="learned", max_positions=40, activation="gelu", final_norm=True, adaptive_cutoffs=()),
+    "olmo 2": dict(
+        norm="rms", norm_placement="output", query_norm=True, query_norm_heads=True, positions="rotary", kv_heads=1,
+        out_bias=False, attention=(AttentionSpec(), AttentionSpec(rotary=False)), embedding_multiplier=0.5,
+    ),
     "no positions": dict(positions="none"),
     "hybrid": dict(attention=(AttentionSpec("linear", "t2r", 8), AttentionSpec())),
     "merged": dict(attention=(AttentionSpec("merged", "t2r", 8),)),
