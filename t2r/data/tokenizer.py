@@ -186,7 +186,8 @@ class FairseqSubwords:
         self._ids = {word: i for i, word in enumerate(words)}
         self.vocab_size = len(words)
         self.end = self.stop = self.start = self._ids["</s>"]
-        self._hidden, self._unknown = {self._ids["<s>"], self._ids["<pad>"]}, self._ids["<unk>"]
+        self.padding, self._unknown = self._ids["<pad>"], self._ids["<unk>"]
+        self._hidden = {self._ids["<s>"], self.padding}
         self._split = functools.lru_cache(_CACHED_WORDS)(BytePairs(codes)) if codes else lambda word: [word]
 
     @classmethod
@@ -223,7 +224,8 @@ class Hub:
     """The `tokenizer.json` of an imported Hugging Face model, with its special tokens.
 
     `begin` precedes every document (None: nothing does); `stop` and `other_stops` end generation. A translation starts
-    with `start`, then `second` if there is one. `language` replaces the source language token of `tokenizer.json`.
+    with `start`, then `second` if there is one, and never has `padding`. `language` replaces the source language token
+    of `tokenizer.json`.
     """
 
     kind, separator = "hub", ""
@@ -238,6 +240,7 @@ class Hub:
         other_stops: Sequence[int] = (),
         second: int | None = None,
         language: int | None = None,
+        padding: int | None = None,
     ):
         self._content, self._begin = content, begin
         self._tokens = require("tokenizers", "hub").Tokenizer.from_str(content)
@@ -245,6 +248,7 @@ class Hub:
         self.stop, self.begins, self.other_stops = stop, begin is not None, tuple(other_stops)
         self.end = stop if begin is None else begin
         self.start, self.second, self._language = stop if start is None else start, second, language
+        self.padding = padding
         self._replaced = set() if language is None else set(languages(self._tokens).values())
 
     @classmethod
@@ -267,7 +271,7 @@ class Hub:
     def save(self, folder: Path) -> None:
         (folder / self.file).write_text(self._content, "utf-8")
         ids = {"begin": self._begin, "stop": self.stop, "start": self.start, "other_stops": self.other_stops}
-        ids |= {"second": self.second, "language": self._language}
+        ids |= {"second": self.second, "language": self._language, "padding": self.padding}
         (folder / self.ids_file).write_text(json.dumps(ids) + "\n")
 
 

@@ -77,7 +77,7 @@ def hub(folder: Path, config: dict[str, Any], chosen: Languages | None = None) -
         second = target
     elif len(available) > 1 and second is None:
         say(f"{folder} has {len(available)} languages: without --target_language the model chooses")
-    return Hub(content, begin, stops[0], start, stops[1:], second, source)
+    return Hub(content, begin, stops[0], start, stops[1:], second, source, ids.get("pad_token_id"))
 
 
 def _language_ids(available: dict[str, int], chosen: Languages) -> tuple[int | None, int | None]:
