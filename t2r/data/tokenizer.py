@@ -276,28 +276,41 @@ class Hub:
 
 
 def languages(tokens) -> dict[str, int]:
-    """The language tokens of a `tokenizer.json`, such as `en_XX`, and their ids."""
+    """The language tokens of a `tokenizer.json`, such as `en_XX` or NLLB's `eng_Latn`, and their ids."""
     special = [token.content for token in tokens.get_added_tokens_decoder().values() if token.special]
-    return {name: tokens.token_to_id(name) for name in special if re.fullmatch("[a-z]{2,3}_[A-Z]{2}", name)}
+    pattern = "[a-z]{2,3}_([A-Z]{2}|[A-Z][a-z]{3})"
+    return {name: tokens.token_to_id(name) for name in special if re.fullmatch(pattern, name)}
 
 
 class Pieces:
-    """Marian's tokenizer: sentencepiece splits the text, a separate vocabulary maps the pieces to ids."""
+    """Marian's and M2M-100's tokenizer: sentencepiece splits the text, a separate vocabulary maps the pieces to ids.
+
+    In M2M-100 the token `language` precedes a source, and a translation starts with `</s>`, then `second`, its
+    language; in Marian, without languages, it starts with `<pad>`.
+    """
 
     kind, separator, begins = "pieces", "", False
-    file, vocabulary_file = "pieces.model", "pieces.json"
+    file, vocabulary_file, languages_file = "pieces.model", "pieces.json", "pieces_languages.json"
 
-    def __init__(self, model: bytes, vocabulary: dict[str, int]):
+    def __init__(
+        self, model: bytes, vocabulary: dict[str, int], language: int | None = None, second: int | None = None
+    ):
         self._model, self._vocabulary = model, vocabulary
+        self._language, self.second = language, second
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self._pieces = {i: piece for piece, i in vocabulary.items()}
         self.vocab_size = max(vocabulary.values()) + 1
         self.end = self.stop = vocabulary["</s>"]
-        self.start, self._unknown = vocabulary["<pad>"], vocabulary["<unk>"]
+        self.padding, self._unknown = vocabulary["<pad>"], vocabulary["<unk>"]
+        self.start = self.padding if language is None else self.stop
+        named = {i for piece, i in vocabulary.items() if re.fullmatch("__[a-z]{2,3}__", piece)}  # M2M-100's languages
+        self._hidden = {self.end, self.padding, *named}
 
     @classmethod
     def load(cls, folder: Path) -> "Pieces":
-        return cls((folder / cls.file).read_bytes(), read_json(folder / cls.vocabulary_file, COPY))
+        languages = folder / cls.languages_file
+        ids = read_json(languages, COPY) if languages.exists() else {}
+        return cls((folder / cls.file).read_bytes(), read_json(folder / cls.vocabulary_file, COPY), **ids)
 
     def encode(self, text: str) -> list[int]:
         pieces = self._processor.encode(text, out_type=str)
@@ -306,14 +319,20 @@ class Pieces:
     def encode_document(self, text: str) -> list[int]:
         return [*self.encode(text), self.end]
 
+    def encode_source(self, text: str) -> list[int]:
+        """A source sentence with the special tokens around it that the model was trained with."""
+        return [*([] if self._language is None else [self._language]), *self.encode(text), self.end]
+
     def decode(self, ids: Sequence[SupportsIndex]) -> str:
-        special = (self.end, self.start)
-        pieces = [self._pieces.get(int(i), "<unk>") for i in ids if int(i) not in special]
+        pieces = [self._pieces.get(int(i), "<unk>") for i in ids if int(i) not in self._hidden]
         return "".join(pieces).replace("\u2581", " ").strip()
 
     def save(self, folder: Path) -> None:
         (folder / self.file).write_bytes(self._model)
         (folder / self.vocabulary_file).write_text(json.dumps(self._vocabulary, ensure_ascii=False), "utf-8")
+        if self._language is not None:
+            ids = {"language": self._language, "second": self.second}
+            (folder / self.languages_file).write_text(json.dumps(ids) + "\n")
 
 
 LEARNED = {kind.kind: kind for kind in (SentencePiece, Words)}

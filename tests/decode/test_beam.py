@@ -50,10 +50,15 @@ def random_sources(lengths, vocab, seed=0):
     return [[*rng.integers(3, vocab, length - 1).tolist(), END] for length in lengths]
 
 
-@pytest.mark.parametrize(
-    ("kind", "penalty", "early", "least"),
-    [("softmax", 0.0, True, 0), ("hybrid", 1.3, False, 0), ("merged", 0.6, True, 0), ("softmax", 0.6, False, 1)],
-)
+ALL_CANDIDATES = [
+    ("softmax", 0.0, True, 0),
+    ("hybrid", 1.3, False, 0),
+    ("merged", 0.6, True, 0),
+    ("softmax", 0.6, False, 1),
+]
+
+
+@pytest.mark.parametrize(("kind", "penalty", "early", "least"), slow_but(ALL_CANDIDATES, *ALL_CANDIDATES[:3]))
 @given(seed=st.integers(0, 2**16))
 def test_a_beam_of_all_candidates_equals_enumeration(kind, penalty, early, least, seed):
     """All 15 translations of up to 3 tokens of a vocabulary of 3, or 14 that are not empty, best first, with scores."""

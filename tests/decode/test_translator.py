@@ -53,6 +53,7 @@ def test_sampling_needs_no_beam(content):
     assert all(len(translations) == 1 for translations in first)
 
 
+@pytest.mark.slow
 def test_no_translation_is_empty_or_has_padding():
     """Sampled or searched; a random model would give the stop token first in every twelfth sample."""
     words = ["<s>", "<pad>", "</s>", "<unk>", *"abcdefgh"]

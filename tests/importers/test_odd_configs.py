@@ -177,6 +177,7 @@ def test_what_cannot_be_expressed_is_refused_by_name(tmp_path, name, fields, mes
         hugging_face.load_checkpoint(changed(tmp_path, name, **fields))
 
 
+@pytest.mark.slow
 def test_a_model_saved_without_its_output_layer_has_no_bias_of_logits(tmp_path):
     """BartModel alone: no prefix, no final_logits_bias, no lm_head. As in transformers, the bias is then zero."""
     folder = changed(tmp_path, "bart")
