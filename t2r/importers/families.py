@@ -117,6 +117,9 @@ REFUSED = {
     "t5": _RELATIVE, "mt5": _RELATIVE, "umt5": _RELATIVE, "longt5": _RELATIVE,
     "bloom": _ALIBI, "mpt": _ALIBI,
     "gemma2": "it caps attention logits by tanh, which no feature map of linear attention has",
-    "mixtral": "its feed-forwards are mixtures of experts", "qwen2_moe": "its feed-forwards are mixtures of experts",
+    **dict.fromkeys(
+        ("mixtral", "qwen2_moe", "qwen3_moe", "phimoe", "olmoe", "granitemoe", "nllb-moe"),
+        "its feed-forwards are mixtures of experts",
+    ),
     "mamba": "it has no attention to convert", "rwkv": "it has no attention to convert",
 }  # fmt: skip
