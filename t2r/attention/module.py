@@ -34,10 +34,11 @@ class AttentionShape:
     heads: int
     kv_heads: int
     head_dim: int
-    bias: bool
+    bias: bool  # of the output projection
     projection_bias: bool | None = None  # of the query, key and value projections; None: same as `bias`
     rotary: Rotary | None = None
     norm_eps: float | None = None  # epsilon of an RMS norm of queries and keys, before rotation; None: no such norm
+    norm_heads: bool = False  # the norm is over all heads of a token together, not over each
     window: int = 0  # softmax attends to the last `window` tokens, its own included; 0: all
     dropout: float = 0.0
     dtype: str = "float32"  # of activations; parameters are float32
@@ -63,6 +64,26 @@ def projection(
         kernel_init=_xavier,
         rngs=rngs,
     )
+
+
+class HeadsNorm(nnx.Module):
+    """An RMS norm over all heads of a token together, each with its own scales."""
+
+    def __init__(self, heads: int, head_dim: int, epsilon: float):
+        self.scales = nnx.Param(jnp.ones(heads * head_dim))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "b n h d"]) -> Float[Array, "b n h d"]:
+        y = x.astype(jnp.float32)
+        y *= jax.lax.rsqrt(jnp.square(y).mean((-2, -1), keepdims=True) + self.epsilon)
+        return (y * self.scales[...].reshape(x.shape[-2:])).astype(x.dtype)
+
+
+def make_query_norm(shape: AttentionShape, heads: int, *, rngs: nnx.Rngs) -> nnx.Module:
+    """The norm of queries, or of keys, which may have fewer heads."""
+    if shape.norm_heads:
+        return HeadsNorm(heads, shape.head_dim, shape.norm_eps)
+    return nnx.RMSNorm(shape.head_dim, epsilon=shape.norm_eps, dtype=jnp.dtype(shape.dtype), rngs=rngs)
 
 
 class _Attention(nnx.Module):
@@ -98,8 +119,9 @@ class _Projected(_Attention):
         self.query = projection(shape, shape.heads, shape.head_dim, rngs)
         self.key = projection(shape, shape.kv_heads, shape.head_dim, rngs)
         if shape.norm_eps is not None:
-            norm = dict(epsilon=shape.norm_eps, dtype=jnp.dtype(shape.dtype), rngs=rngs)
-            self.query_norm, self.key_norm = nnx.RMSNorm(shape.head_dim, **norm), nnx.RMSNorm(shape.head_dim, **norm)
+            self.query_norm, self.key_norm = (
+                make_query_norm(shape, heads, rngs=rngs) for heads in (shape.heads, shape.kv_heads)
+            )
 
     def queries(self, x: Float[Array, "b n width"], positions: Int[Array, "b n"] | None) -> Float[Array, "b n g r d"]:
         """Queries, normalised and rotated if the model does that; `positions` None: 0, 1, 2, …"""

@@ -14,7 +14,7 @@ class Rotary:
 
     Scaling adapts a model to sequences longer than those it was trained on. `linear` divides all frequencies by
     `factor`. `llama3` divides by `factor` those that make fewer than `low` rotations in `original` tokens, keeps those
-    that make more than `high`, and interpolates in between.
+    that make more than `high`, and interpolates in between. `factors` divides each frequency by its own factor.
     """
 
     theta: float = 10_000.0
@@ -24,6 +24,8 @@ class Rotary:
     low: float = 1.0
     high: float = 4.0
     original: int = 8192
+    factors: tuple[float, ...] = ()
+    gain: float = 1.0  # rotated dimensions are multiplied by it
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """The frequency of each of the size/2 pairs, in radians per token."""
@@ -33,21 +35,26 @@ class Rotary:
             return unscaled
         if self.scaling == "linear":
             return unscaled / self.factor
+        if self.scaling == "factors":
+            return unscaled / np.array(self.factors)
         rotations = self.original * unscaled / (2 * math.pi)
         unscaled_share = np.clip((rotations - self.low) / (self.high - self.low), 0, 1)
         return unscaled_share * unscaled + (1 - unscaled_share) * unscaled / self.factor
 
 
-SCALINGS = ("none", "linear", "llama3")
+SCALINGS = ("none", "linear", "llama3", "factors")
 
 
 def rotate(x: Float[Array, "b n *heads d"], positions: Int[Array, "b n"], rotary: Rotary) -> Array:
-    """Rotates the pairs (x_i, x_{i + size/2}) by position · frequency_i; dimensions from `size` on are unchanged."""
+    """Rotates the pairs (x_i, x_{i + size/2}) by position · frequency_i; dimensions from `size` on are unchanged.
+
+    What is rotated is also multiplied by `gain`.
+    """
     frequency = jnp.asarray(rotary.frequencies(x.shape[-1]), jnp.float32)
     half = len(frequency)
     angle = positions[..., None].astype(jnp.float32) * frequency
     angle = angle.reshape(*positions.shape, *[1] * (x.ndim - 3), half)
     first, second = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    sin, cos = jnp.sin(angle) * rotary.gain, jnp.cos(angle) * rotary.gain
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
     return rotated if 2 * half == x.shape[-1] else jnp.concatenate([rotated, x[..., 2 * half :]], -1)

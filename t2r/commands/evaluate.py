@@ -7,6 +7,7 @@ t2r evaluate --model=MODEL --data=text:FILE --recall=512,2048
 t2r evaluate --model=MODEL --data=builtin:numbers-en-de
 t2r evaluate --model=MODEL --data=pairs:SOURCE,TARGET [--beam=5 --length_penalty=0.6 --moses=de]
 t2r evaluate --model=MODEL --logits=IN.npz:OUT.npz
+t2r evaluate --model=MODEL --log_probs=IN.npz:OUT.npz
 
 Perplexity is computed over the last 256 tokens of windows of 512 (`perplexity`, the paper's measure) and over all
 tokens (`perplexity_all`). With --documents each document is scored separately from its first token, and cut off after
@@ -17,6 +18,7 @@ signature is part of the result; --moses adds the paper's tokenised BLEU.
 
 --logits computes the logits of given token ids, for comparison with another library. It reads `input_ids` (for
 translation also `decoder_input_ids`, and `attention_mask` if sources are padded) and writes `logits` in float32.
+--log_probs writes `log_probs` instead, which models with an adaptive softmax have too.
 """
 
 from typing import Any
@@ -28,6 +30,7 @@ _DATA = flags.DEFINE_string(
     "data", None, "Data: builtin:NAME, text:PATH, pairs:SOURCE,TARGET, tsv:PATH (also .gz) or tfds:NAME."
 )
 _LOGITS = flags.DEFINE_string("logits", None, "IN.npz:OUT.npz: compute the logits of given token ids.")
+_LOG_PROBS = flags.DEFINE_string("log_probs", None, "IN.npz:OUT.npz: compute log-probabilities instead of logits.")
 _SPLIT = flags.DEFINE_string("split", None, "train, valid, test or all; default: all for files, else test.")
 _WINDOW = flags.DEFINE_integer(
     "window", None, "Tokens in a window, of which the second half is scored; default: 512.", lower_bound=2
@@ -56,14 +59,15 @@ def main() -> dict[str, Any]:
     from t2r.evaluation.score import default_split, evaluate, write_logits
     from t2r.store import model_dir
 
-    if (_DATA.value is None) == (_LOGITS.value is None):
-        raise InputError("give one of --data=SPEC and --logits=IN.npz:OUT.npz")
+    if sum(flag.value is not None for flag in (_DATA, _LOGITS, _LOG_PROBS)) != 1:
+        raise InputError("give one of --data=SPEC, --logits=IN.npz:OUT.npz and --log_probs=IN.npz:OUT.npz")
     loaded = model_dir.load(_MODEL.value, dtype=_DTYPE.value)
-    if _LOGITS.value:
-        ids, _, output = _LOGITS.value.partition(":")
+    if _DATA.value is None:
+        flag = _LOGITS if _LOG_PROBS.value is None else _LOG_PROBS
+        ids, _, output = flag.value.partition(":")
         if not output:
-            raise InputError(f"--logits={_LOGITS.value}: name two files, as in --logits=ids.npz:logits.npz")
-        result = write_logits(loaded, ids, output)
+            raise InputError(f"--{flag.name}={flag.value}: name two files, as in --{flag.name}=ids.npz:{flag.name}.npz")
+        result = write_logits(loaded, ids, output, normalised=flag is _LOG_PROBS)
         print(table(["written", ""], result.items()))
         return result
     split = _SPLIT.value or default_split(_DATA.value)

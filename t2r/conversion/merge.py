@@ -40,7 +40,7 @@ def merge(model: LanguageModel) -> LanguageModel:
         for name, layer in linear
         if specs[name][layer].feature_map != "t2r"
     ]
-    if config.positions == "rotary" and any(name == "attention" for name, _ in linear):
+    if config.positions == "rotary" and any(name == "attention" and specs[name][i].rotary for name, i in linear):
         problems.append("rotary positions rotate queries and keys between the projection and φ")
     if config.query_norm:
         problems.append("queries and keys are normalised between the projection and φ")

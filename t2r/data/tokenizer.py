@@ -186,7 +186,8 @@ class FairseqSubwords:
         self._ids = {word: i for i, word in enumerate(words)}
         self.vocab_size = len(words)
         self.end = self.stop = self.start = self._ids["</s>"]
-        self._hidden, self._unknown = {self._ids["<s>"], self._ids["<pad>"]}, self._ids["<unk>"]
+        self.padding, self._unknown = self._ids["<pad>"], self._ids["<unk>"]
+        self._hidden = {self._ids["<s>"], self.padding}
         self._split = functools.lru_cache(_CACHED_WORDS)(BytePairs(codes)) if codes else lambda word: [word]
 
     @classmethod
@@ -223,7 +224,8 @@ class Hub:
     """The `tokenizer.json` of an imported Hugging Face model, with its special tokens.
 
     `begin` precedes every document (None: nothing does); `stop` and `other_stops` end generation. A translation starts
-    with `start`, then `second` if there is one. `language` replaces the source language token of `tokenizer.json`.
+    with `start`, then `second` if there is one, and never has `padding`. `language` replaces the source language token
+    of `tokenizer.json`.
     """
 
     kind, separator = "hub", ""
@@ -238,6 +240,7 @@ class Hub:
         other_stops: Sequence[int] = (),
         second: int | None = None,
         language: int | None = None,
+        padding: int | None = None,
     ):
         self._content, self._begin = content, begin
         self._tokens = require("tokenizers", "hub").Tokenizer.from_str(content)
@@ -245,6 +248,7 @@ class Hub:
         self.stop, self.begins, self.other_stops = stop, begin is not None, tuple(other_stops)
         self.end = stop if begin is None else begin
         self.start, self.second, self._language = stop if start is None else start, second, language
+        self.padding = padding
         self._replaced = set() if language is None else set(languages(self._tokens).values())
 
     @classmethod
@@ -267,33 +271,46 @@ class Hub:
     def save(self, folder: Path) -> None:
         (folder / self.file).write_text(self._content, "utf-8")
         ids = {"begin": self._begin, "stop": self.stop, "start": self.start, "other_stops": self.other_stops}
-        ids |= {"second": self.second, "language": self._language}
+        ids |= {"second": self.second, "language": self._language, "padding": self.padding}
         (folder / self.ids_file).write_text(json.dumps(ids) + "\n")
 
 
 def languages(tokens) -> dict[str, int]:
-    """The language tokens of a `tokenizer.json`, such as `en_XX`, and their ids."""
+    """The language tokens of a `tokenizer.json`, such as `en_XX` or NLLB's `eng_Latn`, and their ids."""
     special = [token.content for token in tokens.get_added_tokens_decoder().values() if token.special]
-    return {name: tokens.token_to_id(name) for name in special if re.fullmatch("[a-z]{2,3}_[A-Z]{2}", name)}
+    pattern = "[a-z]{2,3}_([A-Z]{2}|[A-Z][a-z]{3})"
+    return {name: tokens.token_to_id(name) for name in special if re.fullmatch(pattern, name)}
 
 
 class Pieces:
-    """Marian's tokenizer: sentencepiece splits the text, a separate vocabulary maps the pieces to ids."""
+    """Marian's and M2M-100's tokenizer: sentencepiece splits the text, a separate vocabulary maps the pieces to ids.
+
+    In M2M-100 the token `language` precedes a source, and a translation starts with `</s>`, then `second`, its
+    language; in Marian, without languages, it starts with `<pad>`.
+    """
 
     kind, separator, begins = "pieces", "", False
-    file, vocabulary_file = "pieces.model", "pieces.json"
+    file, vocabulary_file, languages_file = "pieces.model", "pieces.json", "pieces_languages.json"
 
-    def __init__(self, model: bytes, vocabulary: dict[str, int]):
+    def __init__(
+        self, model: bytes, vocabulary: dict[str, int], language: int | None = None, second: int | None = None
+    ):
         self._model, self._vocabulary = model, vocabulary
+        self._language, self.second = language, second
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self._pieces = {i: piece for piece, i in vocabulary.items()}
         self.vocab_size = max(vocabulary.values()) + 1
         self.end = self.stop = vocabulary["</s>"]
-        self.start, self._unknown = vocabulary["<pad>"], vocabulary["<unk>"]
+        self.padding, self._unknown = vocabulary["<pad>"], vocabulary["<unk>"]
+        self.start = self.padding if language is None else self.stop
+        named = {i for piece, i in vocabulary.items() if re.fullmatch("__[a-z]{2,3}__", piece)}  # M2M-100's languages
+        self._hidden = {self.end, self.padding, *named}
 
     @classmethod
     def load(cls, folder: Path) -> "Pieces":
-        return cls((folder / cls.file).read_bytes(), read_json(folder / cls.vocabulary_file, COPY))
+        languages = folder / cls.languages_file
+        ids = read_json(languages, COPY) if languages.exists() else {}
+        return cls((folder / cls.file).read_bytes(), read_json(folder / cls.vocabulary_file, COPY), **ids)
 
     def encode(self, text: str) -> list[int]:
         pieces = self._processor.encode(text, out_type=str)
@@ -302,14 +319,20 @@ class Pieces:
     def encode_document(self, text: str) -> list[int]:
         return [*self.encode(text), self.end]
 
+    def encode_source(self, text: str) -> list[int]:
+        """A source sentence with the special tokens around it that the model was trained with."""
+        return [*([] if self._language is None else [self._language]), *self.encode(text), self.end]
+
     def decode(self, ids: Sequence[SupportsIndex]) -> str:
-        special = (self.end, self.start)
-        pieces = [self._pieces.get(int(i), "<unk>") for i in ids if int(i) not in special]
+        pieces = [self._pieces.get(int(i), "<unk>") for i in ids if int(i) not in self._hidden]
         return "".join(pieces).replace("\u2581", " ").strip()
 
     def save(self, folder: Path) -> None:
         (folder / self.file).write_bytes(self._model)
         (folder / self.vocabulary_file).write_text(json.dumps(self._vocabulary, ensure_ascii=False), "utf-8")
+        if self._language is not None:
+            ids = {"language": self._language, "second": self.second}
+            (folder / self.languages_file).write_text(json.dumps(ids) + "\n")
 
 
 LEARNED = {kind.kind: kind for kind in (SentencePiece, Words)}

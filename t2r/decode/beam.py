@@ -3,7 +3,7 @@
 The score of a translation is the sum of its tokens' log-probabilities, stop token included, divided by length^α, as in
 the paper's toolkit (fairseq). At each step the candidates are all live beams extended by all tokens. Of the `size`
 likeliest candidates, those that end in the stop token become results; the `size` likeliest others are the next live
-beams.
+beams. With `early_stopping` the search is fairseq's, n-best lists included.
 """
 
 import functools
@@ -33,8 +33,9 @@ class Beam:
     length_penalty: float = 0.6  # α; 0: plain sums, which favour short translations
     # Stop at `size` results, as the paper's toolkit does. These are the first results, not always the best: `size`
     # unlikely beams may end before the likely one. Without it, the search continues while a live beam, at its current
-    # length, scores better than the worst of `size` results.
+    # length, scores better than the worst of `size` results, and better results replace worse ones.
     early_stopping: bool = False
+    min_length: int = 1  # the fewest tokens of a translation, without its stop token
 
     def __post_init__(self):
         problems = []
@@ -42,6 +43,8 @@ class Beam:
             problems.append(f"beam={self.size} must be at least 1")
         if not 0 <= self.length_penalty < math.inf:
             problems.append(f"length_penalty={self.length_penalty} must be at least 0 and finite")
+        if self.min_length < 0:
+            problems.append(f"min_length={self.min_length} must be at least 0 (0: a translation may be empty)")
         raise_all("beam search:", problems)
 
 
@@ -51,6 +54,14 @@ class Hypothesis(NamedTuple):
     tokens: list[int]
     score: float
     log_probability: float
+
+
+class Special(NamedTuple):
+    """Tokens with a meaning: the start tokens, the stop token, and those that are never generated."""
+
+    prefix: tuple[int, ...]
+    end: int
+    never: tuple[int, ...]
 
 
 class Search(NamedTuple):
@@ -72,13 +83,15 @@ def translate(
     *,
     end: int,
     start: int | tuple[int, ...] | None = None,
+    padding: int | None = None,
     beam: Beam = Beam(),
     limits: list[int] | None = None,
 ) -> list[list[Hypothesis]]:
     """The `beam.size` best translations of each source, best first. Sources are padded with PADDING at the end.
 
     Decoding starts from the token `start` (None: from the stop token `end`). If `start` has several tokens, such as a
-    language token, all but the first count in the length of the score.
+    language token, all but the first count in the length of the score. Neither a first token that is not the stop
+    token, such as Marian's `<pad>`, nor the vocabulary's `padding` is ever generated.
 
     `limits` holds the most tokens of each translation, without its stop token; see `default_limit`. A source that is
     only padding has no translation.
@@ -88,12 +101,13 @@ def translate(
     check_length(model.config, int(lengths.max()))
     limits = [default_limit(int(length)) for length in lengths] if limits is None else limits
     prefix = start if isinstance(start, tuple) else (end if start is None else start,)
-    if model.config.positions == "learned":
+    if model.config.max_positions:
         limits = [min(limit, model.config.max_positions - len(prefix)) for limit in limits]
     # From the padded width, not the lengths, so that batches of one width share a compiled program.
     capacity = max(default_limit(sources.shape[1]), *limits) + 1
     graph, arrays = nnx.split(model)
-    outputs = _search(graph, arrays, sources, np.asarray(limits, np.int32), capacity, (prefix, end), beam)
+    special = Special(prefix, end, tuple(sorted({prefix[0], padding} - {end, None})))
+    outputs = _search(graph, arrays, sources, np.asarray(limits, np.int32), capacity, special, beam)
     results, scores, counts = (np.asarray(x) for x in outputs)
     return [
         [
@@ -111,7 +125,7 @@ def default_limit(source_length: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
-def _search(graph, arrays, sources, limits, capacity: int, special: tuple[tuple[int, ...], int], beam: Beam):
+def _search(graph, arrays, sources, limits, capacity: int, special: Special, beam: Beam):
     model: Seq2Seq = nnx.merge(graph, arrays)
     batch, size = sources.shape[0], beam.size
     source = source_states(model, sources)
@@ -119,7 +133,7 @@ def _search(graph, arrays, sources, limits, capacity: int, special: tuple[tuple[
     first = jnp.full((batch, size), NEVER).at[:, 0].set(0.0)  # at first all beams are equal: only one counts
     no_result = jnp.full((batch, size), NEVER)
     # Each live beam has its own state; the source is shared by all beams of a sentence.
-    *leading, _ = special[0]  # the first step reads the last start token
+    *leading, _ = special.prefix  # the first step reads the last start token
     state = model.init_state(batch * size, capacity + len(leading), source)
     for token in leading:
         _, state = model(jnp.full((batch * size, 1), token), state=state)
@@ -142,19 +156,19 @@ def _search(graph, arrays, sources, limits, capacity: int, special: tuple[tuple[
     return search.results, search.scores, search.lengths
 
 
-def _step(model: Seq2Seq, search: Search, *, limits: Array, special: tuple[tuple[int, ...], int], beam: Beam) -> Search:
-    """One decoding step for each live beam; `special` is (start tokens, stop token)."""
-    (batch, size), step, (prefix, end) = search.sums.shape, search.step, special
+def _step(model: Seq2Seq, search: Search, *, limits: Array, special: Special, beam: Beam) -> Search:
+    """One decoding step for each live beam."""
+    (batch, size), step, (prefix, end, never) = search.sums.shape, search.step, special
     last = jnp.where(
         step == 0, prefix[-1], jax.lax.dynamic_index_in_dim(search.tokens, jnp.maximum(step - 1, 0), 2, False)
     )
     hidden, state = model(last.reshape(batch * size, 1), state=search.state)
     log_probs = model.log_probs(hidden[:, 0]).reshape(batch, size, -1)
     vocabulary = log_probs.shape[-1]
-    # At its limit a translation can only stop. A start token that is not the stop token, such as Marian's <pad>, must
-    # not be generated.
-    ids = jnp.arange(vocabulary)
-    forbidden = ((step >= limits)[:, None, None] & (ids != end)) | ((ids == prefix[0]) & (ids != end))
+    # At its limit a translation can only stop.
+    ids, at_limit = jnp.arange(vocabulary), (step >= limits)[:, None, None]
+    too_short = ~at_limit & (step < beam.min_length)
+    forbidden = jnp.where(ids == end, too_short, at_limit | jnp.isin(ids, jnp.array(never, jnp.int32)))
     sums = search.sums[:, :, None] + jnp.where(forbidden, NEVER, log_probs)
 
     # Twice as many candidates as beams: even if the best `size` all stop, `size` others remain.
@@ -165,6 +179,9 @@ def _step(model: Seq2Seq, search: Search, *, limits: Array, special: tuple[tuple
     stops = token == end
 
     finished = stops & (jnp.arange(sums.shape[1]) < size) & ~search.done[:, None] & (sums > NEVER / 2)
+    if beam.early_stopping:  # the first results stay, whatever their scores
+        missing = (search.scores < NEVER / 2).sum(1, keepdims=True)
+        finished &= jnp.cumsum(finished, 1) <= missing
     length = step + len(prefix)
     scores = jnp.where(finished, sums / length.astype(jnp.float32) ** beam.length_penalty, NEVER)
     pool = jnp.concatenate([search.scores, scores], 1)

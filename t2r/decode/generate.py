@@ -108,7 +108,7 @@ def step(model: Any, generation: Generation, sampling: Sampling, end: StopIds) -
     stops = stop_tuple(end)
     hidden, state = model(generation.last[:, None], state=generation.state, mask=~generation.done[:, None])
     key = jax.random.wrap_key_data(generation.key)
-    if sampling.temperature:
+    if sampling.temperature or sampling.never:
         key, step_key = jax.random.split(key)
         token = choose(model.logits(hidden[:, -1]), sampling, step_key)
     else:

@@ -17,6 +17,7 @@ class Sampling:
     temperature: float = 0.0
     top_k: int = 0  # 0: all
     top_p: float = 1.0
+    never: tuple[int, ...] = ()  # tokens that are not chosen
 
     def __post_init__(self):
         problems = []
@@ -31,6 +32,8 @@ class Sampling:
 
 def choose(scores: Float[Array, "b vocab"], sampling: Sampling, key: PRNGKeyArray) -> Int[Array, "b"]:
     """One token per sequence: the argmax, or a sample from the softmax of the truncated scores."""
+    if sampling.never:
+        scores = scores.at[:, jnp.array(sampling.never)].set(-jnp.inf)
     if sampling.temperature == 0:
         return jnp.argmax(scores, -1).astype(jnp.int32)
     logits = scores / sampling.temperature

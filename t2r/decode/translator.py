@@ -1,6 +1,7 @@
 """Translates lines of text, in batches of lines of similar length; results are in the order of the lines."""
 
 import contextlib
+import dataclasses
 import os
 import sys
 import time
@@ -98,15 +99,20 @@ def pad(sequences: list[list[int]], count: int) -> np.ndarray:
 
 
 def _translate(model, tokenizer, sources: np.ndarray, options: TranslateOptions, first: int) -> list[list[Translation]]:
+    start, end, padding = decoder_start_ids(tokenizer), tokenizer.stop, getattr(tokenizer, "padding", None)
     if options.sampling is None:
-        results = beam_search.translate(
-            model, sources, start=decoder_start_ids(tokenizer), end=tokenizer.stop, beam=options.beam
-        )
+        results = beam_search.translate(model, sources, start=start, end=end, padding=padding, beam=options.beam)
         return [[Translation(_line(tokenizer, h.tokens), h.score) for h in hypotheses] for hypotheses in results]
     limits = [default_limit(int(length)) for length in (sources != PADDING).sum(1)]
     seed = options.seed + first  # different in each batch
-    generation = prefill_translation(model, sources, max(limits), start=decoder_start_ids(tokenizer), seed=seed)
-    _, results = generate_tokens(model, generation, max(limits), end=tokenizer.stop, sampling=options.sampling)
+    generation = prefill_translation(model, sources, max(limits), start=start, seed=seed)
+    # As in beam search: no padding, and no stop token at once.
+    never = tuple({start[0], padding} - {end, None})
+    sampling = dataclasses.replace(options.sampling, never=never)
+    first_sampling = dataclasses.replace(sampling, never=(*never, end))
+    generation, firsts = generate_tokens(model, generation, 1, end=end, sampling=first_sampling)
+    _, rests = generate_tokens(model, generation, max(limits) - 1, end=end, sampling=sampling)
+    results = [[*first, *rest] for first, rest in zip(firsts, rests)]
     return [[Translation(_line(tokenizer, ids[:limit]))] for ids, limit in zip(results, limits)]
 
 

@@ -1,4 +1,4 @@
-"""Logits for given token ids, for comparison with other libraries."""
+"""Logits or log-probabilities for given token ids, for comparison with other libraries."""
 
 import functools
 
@@ -12,13 +12,15 @@ from t2r.errors import InputError, raise_all
 from t2r.model.transformer import LanguageModel, check_length
 
 
-def logits_of(model: LanguageModel, arrays: dict[str, np.ndarray]) -> Float[np.ndarray, "b n vocab"]:
+def logits_of(
+    model: LanguageModel, arrays: dict[str, np.ndarray], *, normalised: bool = False
+) -> Float[np.ndarray, "b n vocab"]:
     """The logits after each of `input_ids`; in a translation model, after each of `decoder_input_ids`, with `input_ids`
-    as sources (and `attention_mask`, if there is one)."""
+    as sources (and `attention_mask`, if there is one). If `normalised`, log-probabilities."""
     config = model.config
-    if config.adaptive_cutoffs:
+    if config.adaptive_cutoffs and not normalised:
         raise InputError(
-            "an adaptive softmax has no logits over the whole vocabulary: compare log-probabilities instead"
+            "an adaptive softmax has no logits over the whole vocabulary: compare log-probabilities (--log_probs)"
         )
     sizes = {"input_ids": config.source_vocab_size or config.vocab_size}
     if config.encoder_layers:
@@ -35,14 +37,15 @@ def logits_of(model: LanguageModel, arrays: dict[str, np.ndarray]) -> Float[np.n
     check_length(config, max(sequences.shape[1] for sequences in ids))
     mask = arrays["attention_mask"].astype(bool) if "attention_mask" in arrays else np.ones(ids[0].shape, bool)
     graph, state = nnx.split(model)
-    return np.asarray(_logits(graph, state, ids, mask))
+    return np.asarray(_logits(graph, state, ids, mask, normalised))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _logits(graph: nnx.GraphDef, state: nnx.State, ids: list[Array], mask: Array) -> Array:
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _logits(graph: nnx.GraphDef, state: nnx.State, ids: list[Array], mask: Array, normalised: bool) -> Array:
     model = nnx.merge(graph, state)
     if len(ids) == 1:
         hidden, _ = model(ids[0], mask=mask)
     else:
         hidden, _ = model(ids[1], source=model.source_states(ids[0], mask))
-    return model.embedding.logits(hidden).astype(jnp.float32)
+    outputs = model.log_probs(hidden) if normalised else model.logits(hidden)
+    return outputs.astype(jnp.float32)

@@ -112,12 +112,15 @@ def evaluate_pairs(
     return result | {"seconds": round(time.perf_counter() - began, 1)}
 
 
-def write_logits(loaded: LoadedModel, ids: str | Path, output: str | Path) -> dict[str, Any]:
-    """Writes the logits for the ids of an .npz file into another .npz file; see `logits_of`."""
+def write_logits(
+    loaded: LoadedModel, ids: str | Path, output: str | Path, *, normalised: bool = False
+) -> dict[str, Any]:
+    """Writes the logits, or log-probabilities, for the ids of an .npz file into another .npz file; see `logits_of`."""
     try:
         arrays = dict(np.load(ids))
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {ids}: {error}; give a file written by numpy.savez") from None
-    logits = logits_of(loaded.model, arrays)
-    np.savez(output, logits=logits)
-    return {"logits": str(output), "shape": list(logits.shape)}
+    name = "log_probs" if normalised else "logits"
+    outputs = logits_of(loaded.model, arrays, normalised=normalised)
+    np.savez(output, **{name: outputs})
+    return {name: str(output), "shape": list(outputs.shape)}

@@ -52,6 +52,8 @@ def _embedding(config: ModelConfig) -> list[str]:
         lines = ["x = embedding.table[id]"]
     if config.scale_embedding:
         lines.append(f"x = x · √{config.width}")
+    if config.embedding_multiplier != 1:
+        lines.append(f"x = x · {config.embedding_multiplier}")
     if config.positions == "learned":
         lines.append("x = x + positions[position]; the first token has position 0")
     if config.positions.startswith("sinusoidal"):
@@ -80,6 +82,7 @@ def _branch(config: ModelConfig, name: str) -> str:
         "before": f"x = x + {name}(norm(x; {name}_norm))",
         "after": f"x = norm(x + {name}(x); {name}_norm)",
         "both": f"x = x + norm({name}(norm(x; {name}_norm)); {name}_out_norm)",
+        "output": f"x = x + norm({name}(x); {name}_norm)",
     }[config.norm_placement]
 
 
@@ -149,7 +152,7 @@ def _attention(config: ModelConfig, spec: AttentionSpec, name: str) -> list[str]
         lines.append(
             "the source's state comes from encode: k and v of all source tokens, or the sums S and z over them"
         )
-    bias = " + out.bias" if config.bias else ""
+    bias = " + out.bias" if config.attention_shape.bias else ""
     return [f"    {line}" for line in [*lines, f"{name}(x) = Σ o[h] · out.kernel[h] over all h{bias}"]]
 
 
@@ -170,7 +173,7 @@ def _windowed(spec: AttentionSpec) -> list[str]:
 def _heads(config: ModelConfig, spec: AttentionSpec, name: str) -> list[str]:
     """The queries, keys and values of query heads h and key heads g, with norms, rotary positions and feature maps."""
     per_group = config.heads // config.kv_heads
-    bias = config.bias if config.projection_bias is None else config.projection_bias
+    bias = config.attention_shape.projection_bias
     source = "y" if name == "cross" else "x"
 
     def project(name: str, x: str, head: str, *, bias: bool = bias) -> str:
@@ -188,10 +191,11 @@ def _heads(config: ModelConfig, spec: AttentionSpec, name: str) -> list[str]:
         ]
     lines += [f"q[h] = {project('query', 'x', 'h')}", f"k[g] = {project('key', source, 'g')}"]
     if config.query_norm:
+        end = "scales, with the mean over all heads" if config.query_norm_heads else "scale"
         lines += [
-            f"{a} = {a} / √(mean({a}²) + {config.norm_eps}) · {n}_norm.scale" for a, n in (("q", "query"), ("k", "key"))
+            f"{a} = {a} / √(mean({a}²) + {config.norm_eps}) · {n}_norm.{end}" for a, n in (("q", "query"), ("k", "key"))
         ]
-    if name != "cross" and config.positions == "rotary":
+    if name != "cross" and config.shape_of(spec).rotary is not None:
         lines += _rotary(config, spec)
     return lines + ([] if spec.kind == "softmax" else FEATURES[spec.feature_map])
 
@@ -206,6 +210,10 @@ def _rotary(config: ModelConfig, spec: AttentionSpec) -> list[str]:
     ]
     if rotary.scaling == "linear":
         lines.append(f"    f is divided by {rotary.factor:g}")
+    if rotary.scaling == "factors":
+        lines.append(f"    f[i] is divided by {list(rotary.factors)}[i]")
+    if rotary.gain != 1:
+        lines.append(f"    what is rotated is then multiplied by {rotary.gain}")
     if rotary.scaling == "llama3":
         lines += [
             f"    f[i] is replaced by s · f[i] + (1 − s) · f[i] / {rotary.factor:g},",

@@ -129,7 +129,7 @@ def softmax_layers(config: ModelConfig) -> list[int]:
 def longest(config: ModelConfig, capacity: int | None) -> int | None:
     """The most tokens of a sequence; None: there is no limit."""
     limits = [capacity] if softmax_layers(config) else []
-    limits += [config.max_positions] if config.positions == "learned" else []
+    limits += [config.max_positions] if config.max_positions else []
     return min(limits, default=None)
 
 

@@ -104,10 +104,8 @@ def _notes(about: dict[str, Any]) -> list[str]:
             f"To translate, call `step` with the tokens {target['start']} one by one, which are not part of the "
             f"translation, then with each generated token. The translation ends at token {target['stop']}.",
         ]
-        if about["config"]["positions"] == "learned":
-            notes.append(
-                f"A source has at most {about['config']['max_positions']} tokens, the number of learned positions."
-            )
+        if about["config"]["max_positions"]:
+            notes.append(f"A source has at most {about['config']['max_positions']} tokens, the number of positions.")
     else:
         notes = [
             "`start` uses only the shape of `token`, which gives the batch size; it does not read the tokens.",

@@ -12,9 +12,10 @@ import numpy as np
 
 from t2r.errors import InputError, raise_all
 from t2r.importers import torch_file
-from t2r.importers.families import Fields, stack_rules
 from t2r.importers.names import TensorRule, load, transposed
+from t2r.importers.rules import Fields
 from t2r.importers.torch_file import Shell, Tensor
+from t2r.importers.translation_models import stack_rules
 from t2r.model.config import ModelConfig, from_dict
 
 LANGUAGE_MODELS = "transformer_lm"  # and all names that begin with it
@@ -224,7 +225,7 @@ def arrays(model: dict[str, Any]) -> dict[str, np.ndarray]:
             continue
         for old, new in OLD_NAMES.items():
             name = re.sub(old, new, name)
-        fused = re.fullmatch(r"(.*)\.in_proj_(weight|bias)", name)
+        fused = re.fullmatch(r"(.*_attn)\.in_proj_(weight|bias)", name)
         if fused and array.ndim:
             parts = np.array_split(array, 3)
             result |= {f"{fused[1]}.{which}_proj.{fused[2]}": part for which, part in zip("qkv", parts)}

@@ -10,8 +10,9 @@ import numpy as np
 
 from t2r.errors import InputError, raise_all
 from t2r.files import read_json
-from t2r.importers.families import FAMILIES, REFUSED, Family, Fields
+from t2r.importers.families import FAMILIES, REFUSED, Family
 from t2r.importers.names import TensorRule, load
+from t2r.importers.rules import Fields
 from t2r.model.config import ModelConfig, from_dict
 from t2r.store.tensors import Tensors
 
@@ -45,7 +46,7 @@ HARMLESS = re.compile(
     r"(_)?attn_implementation(_autoset|_internal)?|_experts_implementation|use_cache|is_encoder_decoder|is_decoder|"
     r"initializer_range|initializer_factor|init_std|pretraining_tp|max_position_embeddings|n_ctx|gradient_checkpointing|"
     r"(hidden_|attention_|activation_|resid_p|embd_p|attn_p)?dropout|(resid|embd|attn)_pdrop|(encoder_|decoder_)?layerdrop|"
-    r"classif(ier)?_dropout|classif_dropout|summary_\w+|id2label|label2id|num_labels|problem_type|finetuning_task|"
+    r"classif(ier)?_dropout|summary_\w+|id2label|label2id|_?num_labels|problem_type|finetuning_task|"
     r"(bos|eos|pad|sep|cls|unk|decoder_start|forced_bos|forced_eos)_token_id|bad_words_ids|suppress_tokens|prefix|"
     r"begin_suppress_tokens|task_specific_params|tokenizer_class|output_attentions|output_hidden_states|output_past|"
     r"return_dict|return_dict_in_generate|output_scores|torchscript|use_bfloat16|tf_legacy_loss|chunk_size_feed_forward|"

@@ -19,6 +19,8 @@ from t2r.extras import require
 from t2r.files import read_json
 from t2r.model.config import ModelConfig
 
+M2M100_FILE = "sentencepiece.bpe.model"
+
 
 class Languages(NamedTuple):
     """The languages a multilingual model translates from and into, such as `en_XX`; None: as its own files say."""
@@ -31,11 +33,13 @@ def find_tokenizer(
     folder: Path, config: dict[str, Any], *, translates: bool, chosen: Languages = Languages()
 ) -> Tokenizer | TokenizerPair:
     """The tokenizer of a Hugging Face directory; for a translation model, those of source and target."""
-    is_hub = not (folder / "source.spm").exists() and translates
-    if any(chosen) and not is_hub:
+    if any(chosen) and ((folder / "source.spm").exists() or not translates):
         raise InputError(f"{folder} is not a multilingual model: leave out --source_language and --target_language")
     if (folder / "source.spm").exists():
         return marian(folder)
+    if not (folder / "tokenizer.json").exists() and (folder / M2M100_FILE).exists() and translates:
+        tokenizer = m2m100(folder, chosen)
+        return TokenizerPair(tokenizer, tokenizer)
     if not (folder / "tokenizer.json").exists() and (folder / "tokenizer.model").exists() and not translates:
         return sentencepiece(folder, config)
     tokenizer = hub(folder, config, chosen if translates else None)
@@ -71,13 +75,32 @@ def hub(folder: Path, config: dict[str, Any], chosen: Languages | None = None) -
     start, second = ids.get("decoder_start_token_id"), ids.get("forced_bos_token_id")
     available = languages(tokens)
     source, target = _language_ids(available, chosen)
+    if config.get("model_type") == "m2m_100":  # NLLB: the template of tokenizer.json may have another order of tokens
+        content = _source_template(tokens, chosen.source or _default_source(folder, available), stops[0])
     if start in available.values():  # the start token is the language token
         start = start if target is None else target
     elif target is not None:
         second = target
     elif len(available) > 1 and second is None:
         say(f"{folder} has {len(available)} languages: without --target_language the model chooses")
-    return Hub(content, begin, stops[0], start, stops[1:], second, source)
+    return Hub(content, begin, stops[0], start, stops[1:], second, source, ids.get("pad_token_id"))
+
+
+def _default_source(folder: Path, available: dict[str, int]) -> str:
+    """The source language in NLLB's tokenizer_config.json, or English, as in transformers."""
+    name = _json(folder / "tokenizer_config.json").get("src_lang") or "eng_Latn"
+    if name not in available:
+        raise InputError(f"{folder} has no language {name!r}: give --source_language")
+    return name
+
+
+def _source_template(tokens: Any, language: str, end: int) -> str:
+    """The `tokenizer.json` that puts the language before a source and the end token after it."""
+    names = {language: tokens.token_to_id(language), tokens.id_to_token(end): end}
+    template = require("tokenizers.processors", "hub").TemplateProcessing
+    before, after = names
+    tokens.post_processor = template(single=f"{before} $A {after}", special_tokens=[*names.items()])
+    return tokens.to_str()
 
 
 def _language_ids(available: dict[str, int], chosen: Languages) -> tuple[int | None, int | None]:
@@ -100,6 +123,24 @@ def marian(folder: Path) -> TokenizerPair:
     return TokenizerPair(
         Pieces((folder / "source.spm").read_bytes(), vocabulary), Pieces((folder / "target.spm").read_bytes(), target)
     )
+
+
+def m2m100(folder: Path, chosen: Languages) -> Pieces:
+    """M2M-100's sentencepiece model and vocabulary, which its languages (`en`, as the token `__en__`) follow."""
+    vocabulary = _json(folder / "vocab.json")
+    tokens = _json(folder / "special_tokens_map.json").get("additional_special_tokens", [])
+    tokens = [token["content"] if isinstance(token, dict) else token for token in tokens]
+    missing = [name for name in ("</s>", "<pad>", "<unk>") if name not in vocabulary]
+    missing = [f"{folder / 'vocab.json'} has no {name}" for name in missing]
+    if not tokens:
+        missing.append(f"{folder / 'special_tokens_map.json'} has no additional_special_tokens, the languages")
+    raise_all("the tokenizer is not complete:", missing)
+    first = max(vocabulary.values()) + 1
+    vocabulary |= {token: first + i for i, token in enumerate(tokens) if token not in vocabulary}
+    if None in chosen:
+        raise InputError(f"{folder} has {len(tokens)} languages: give --source_language and --target_language")
+    source, target = _language_ids({token.strip("_"): vocabulary[token] for token in tokens}, chosen)
+    return Pieces((folder / M2M100_FILE).read_bytes(), vocabulary, source, target)
 
 
 def fairseq(folder: Path, settings: dict[str, Any], config: ModelConfig) -> Tokenizer | TokenizerPair:

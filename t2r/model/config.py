@@ -14,7 +14,7 @@ CHOICES = {
     "positions": ("sinusoidal", "sinusoidal_open", "learned", "rotary", "none"),
     "rope_scaling": SCALINGS,
     "norm": ("layer", "rms"),
-    "norm_placement": ("before", "after", "both"),
+    "norm_placement": ("before", "after", "both", "output"),
     "activation": ("relu", "gelu", "gelu_exact", "swish"),
     "dtype": ("float32", "bfloat16"),
     "kernels": ("auto", "on", "off"),
@@ -40,6 +40,7 @@ class AttentionSpec:
     window: int = 0
     sinks: int = 0  # windowed attention is exact for the first `sinks` tokens of a sequence, too
     rope_theta: float | None = None  # this layer's own rotary base, without scaling; None: the model's
+    rotary: bool = True  # False: this layer has no positions in a model with rotary positions
 
     def problems(self, head_dim: int) -> list[str]:
         """What is wrong with this spec, one message for each problem."""
@@ -98,7 +99,7 @@ class ModelConfig:
 
     positions: str = "sinusoidal"  # frequencies from 1 to 1/10,000; sinusoidal_open: 1/10,000 excluded
     position_offset: int = 0  # added to sinusoidal positions, which count from 0
-    max_positions: int = 0  # the number of learned positions
+    max_positions: int = 0  # the number of learned positions; with others, the most tokens of a sequence (0: any)
     rope_theta: float = 10_000.0
     rope_size: int = 0  # the first dimensions of a head, which are rotated; 0: all. See `Rotary` for rope_*.
     rope_scaling: str = "none"
@@ -106,21 +107,26 @@ class ModelConfig:
     rope_low: float = 1.0
     rope_high: float = 4.0
     rope_original: int = 8192
+    rope_factors: tuple[float, ...] = ()
+    rope_gain: float = 1.0
 
     norm: str = "layer"
-    norm_placement: str = "before"
+    norm_placement: str = "before"  # see `Block`
     norm_eps: float = 1e-5
     final_norm: bool = True
     embedding_norm: bool = False  # normalise embeddings before the first layer
     query_norm: bool = False  # RMS-normalise each query and key
+    query_norm_heads: bool = False  # with `query_norm`: those of all heads of a token together
     parallel: bool = False  # the feed-forward has the same input as the attention
     activation: str = "relu"
     gated: bool = False
     bias: bool = True
     projection_bias: bool | None = None  # of the query, key and value projections; None: same as `bias`
+    out_bias: bool | None = None  # of the attention's output projection; None: same as `bias`
     output_bias: bool = False  # of the logits
 
     scale_embedding: bool = True  # by √width
+    embedding_multiplier: float = 1.0  # embeddings are multiplied by it too
     tied_output: bool = True
     adaptive_cutoffs: tuple[int, ...] = ()  # bounds between the bands of an adaptive embedding; (): a plain one
     adaptive_factor: int = 4  # each band's embeddings are this many times narrower than the previous band's
@@ -181,6 +187,12 @@ class ModelConfig:
             problems.append(f"parallel=True needs norm_placement='before', not {self.norm_placement!r}")
         if self.rope_size % 2 or self.rope_size > self.head_dim:
             problems.append(f"rope_size={self.rope_size} must be even and at most head_dim={self.head_dim}")
+        pairs = (self.rope_size or self.head_dim) // 2
+        if self.rope_scaling == "factors" and len(self.rope_factors) != pairs:
+            problems.append(
+                f"rope_scaling='factors' needs rope_factors for each of the {pairs} rotated pairs of dimensions, not "
+                f"{len(self.rope_factors)}"
+            )
         if self.output_bias and self.adaptive_cutoffs:
             problems.append("output_bias=True does not work with adaptive_cutoffs: set one of them")
         if self.positions == "learned" and self.max_positions < 1:
@@ -196,7 +208,7 @@ class ModelConfig:
         if self.adaptive_cutoffs and self.width < self.adaptive_factor ** len(self.adaptive_cutoffs):
             problems.append(f"width={self.width} is too small for {len(self.adaptive_cutoffs)} adaptive cutoffs")
         for layer, spec in enumerate(self.attention):
-            if spec.kind == "merged" and self.positions == "rotary":
+            if spec.kind == "merged" and self.positions == "rotary" and spec.rotary:
                 problems.append(
                     f"layer {layer}: merged attention needs φ right after the projection, but rotary positions "
                     f"rotate queries and keys between them: use kind='linear'"
@@ -233,6 +245,11 @@ class ModelConfig:
                 if getattr(self, name)
             ]
         problems = self._attention_problems("cross_attention")
+        if self.norm_placement == "both":
+            problems.append(
+                "norm_placement='both' is for language models: cross attention has no second norm; choose one of "
+                "before, after and output"
+            )
         if self.adaptive_cutoffs:
             problems.append("adaptive_cutoffs are for language models: leave them out of a translation model")
         if self.shared_embedding and self.source_vocab_size != self.vocab_size:
@@ -250,10 +267,11 @@ class ModelConfig:
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            bias=self.bias,
-            projection_bias=self.projection_bias,
+            bias=self.bias if self.out_bias is None else self.out_bias,
+            projection_bias=self.bias if self.projection_bias is None else self.projection_bias,
             rotary=self._rotary if self.positions == "rotary" else None,
             norm_eps=self.norm_eps if self.query_norm else None,
+            norm_heads=self.query_norm_heads,
             dropout=self.attention_dropout,
             dtype=self.dtype,
             kernels=self.kernels,
@@ -261,12 +279,21 @@ class ModelConfig:
 
     @property
     def _rotary(self) -> Rotary:
-        scaling = dict(factor=self.rope_factor, low=self.rope_low, high=self.rope_high, original=self.rope_original)
+        scaling = dict(
+            factor=self.rope_factor,
+            low=self.rope_low,
+            high=self.rope_high,
+            original=self.rope_original,
+            factors=self.rope_factors,
+            gain=self.rope_gain,
+        )
         return Rotary(self.rope_theta, self.rope_size, self.rope_scaling, **scaling)
 
     def shape_of(self, spec: AttentionSpec) -> AttentionShape:
-        """The shape of the causal attention of a layer, with its own window and rotary base if the spec has them."""
+        """The shape of the causal attention of a layer, with its own window and rotary positions as the spec says."""
         shape = dataclasses.replace(self.attention_shape, window=spec.window)
+        if not spec.rotary:
+            return dataclasses.replace(shape, rotary=None)
         if spec.rope_theta is None or shape.rotary is None:
             return shape
         return dataclasses.replace(shape, rotary=Rotary(spec.rope_theta, self.rope_size))
@@ -299,7 +326,9 @@ def from_dict(fields: dict[str, Any]) -> ModelConfig:
     for name in ("attention", "cross_attention"):  # dicts where the fields come from JSON
         specs = (AttentionSpec(**spec) if isinstance(spec, dict) else spec for spec in fields.get(name, ()))
         fields = {**fields, name: tuple(specs)}
-    return ModelConfig(**{**fields, "adaptive_cutoffs": tuple(fields.get("adaptive_cutoffs", ()))})
+    for name in ("adaptive_cutoffs", "rope_factors"):  # lists in JSON
+        fields = {**fields, name: tuple(fields.get(name, ()))}
+    return ModelConfig(**fields)
 
 
 # WikiText-103 has a vocabulary of 267,735 words, <unk> and the end of line included.

@@ -109,8 +109,8 @@ class Block(nnx.Module):
     """A transformer layer: causal or bidirectional attention, optionally cross attention, then feed-forward.
 
     Each is a residual branch. `norm_placement` is where it is normalised: before (x + f(norm(x))), after
-    (norm(x + f(x))), or both (x + norm(f(norm(x)))). In `parallel` layers attention and feed-forward have the same
-    input. `cross` is the attention of a translation model's decoder over the source.
+    (norm(x + f(x))), both (x + norm(f(norm(x)))), or output (x + norm(f(x))). In `parallel` layers attention and
+    feed-forward have the same input. `cross` is the attention of a translation model's decoder over the source.
     """
 
     def __init__(
@@ -194,13 +194,15 @@ class Block(nnx.Module):
         fold: int,
     ) -> tuple[Array, Any]:
         """x + dropout(branch(branch_input)), normalised as `norm_placement` says; and the branch's second output."""
-        norm = getattr(self, f"{name}_norm")
+        norm, placement = getattr(self, f"{name}_norm"), self.norm_placement
         with jax.named_scope(name):  # the name under which profiles show the branch
-            out, state = branch(branch_input if self.norm_placement == "after" else norm(branch_input))
-        if self.norm_placement == "both":
+            out, state = branch(norm(branch_input) if placement in ("before", "both") else branch_input)
+        if placement == "output":
+            out = norm(out)
+        if placement == "both":
             out = getattr(self, f"{name}_out_norm")(out)
         x = x + dropout(out, self.dropout, key, fold)
-        return norm(x) if self.norm_placement == "after" else x, state
+        return norm(x) if placement == "after" else x, state
 
     def source_state(self, source: Float[Array, "b m width"], *, mask=None, key: PRNGKeyArray | None = None) -> State:
         """The state of this layer's cross attention over an encoded source: S and z, or keys and values.
@@ -294,7 +296,8 @@ def embed(model: "LanguageModel | Encoder", embedding: nnx.Module, tokens: Array
     """The first layer's input: token embeddings plus positions."""
     config = model.config
     x = embedding.embed(tokens)
-    x = x * config.width**0.5 if config.scale_embedding else x
+    scale = config.embedding_multiplier * (config.width**0.5 if config.scale_embedding else 1.0)
+    x = x if scale == 1 else x * scale
     if config.positions.startswith("sinusoidal"):
         is_open = config.positions == "sinusoidal_open"
         x += sinusoids(positions + config.position_offset, config.width, is_open=is_open)
@@ -448,10 +451,10 @@ def constrain_state(state: State) -> State:
 
 
 def check_length(config: ModelConfig, length: int) -> None:
-    """Raises an error if sequences of this length exceed a model's learned positions."""
-    if config.positions == "learned" and length > config.max_positions:
+    """Raises an error if a model has no positions for sequences of this length."""
+    if config.max_positions and length > config.max_positions:
         raise InputError(
-            f"{length} tokens are too many for this model's learned positions (max_positions="
+            f"{length} tokens are too many for this model's {config.positions} positions (max_positions="
             f"{config.max_positions}): use shorter sequences or generate fewer tokens"
         )
 

@@ -80,6 +80,19 @@ LANGUAGE_MODELS = {
         micro(vocab_size=300, adaptive_cutoffs=(), positions="rotary", kv_heads=1, attention=(T2R, SOFTMAX)),
         ["--capacity=32"],
     ),
+    "limited": (  # as Phi-3's, in which positions from 6 on have other frequencies
+        micro(
+            vocab_size=300,
+            adaptive_cutoffs=(),
+            positions="rotary",
+            max_positions=6,
+            rope_scaling="factors",
+            rope_gain=1.2,
+            rope_factors=(1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5),
+            attention=(T2R,),
+        ),
+        [],
+    ),
     "softmax": (
         micro(vocab_size=300, adaptive_cutoffs=(), positions="learned", max_positions=6),
         ["--capacity=6", "--batch=2", "--dtype=bfloat16"],
@@ -89,7 +102,7 @@ LANGUAGE_MODELS = {
 
 @pytest.mark.parametrize("kind", slow_but(LANGUAGE_MODELS, "recurrent"))
 def test_an_exported_language_model_equals_the_original(kind, tmp_path, tokenizer, call):
-    """Two kinds of linear attention; a rotary hybrid; a transformer with a batch of two, in bfloat16."""
+    """Two kinds of linear attention; a rotary hybrid; few positions; a transformer with a batch of two, in bfloat16."""
     config, flags = LANGUAGE_MODELS[kind]
     model, out = make_model(config), tmp_path / "out"
     model_dir.save(tmp_path / "model", LoadedModel(model, tokenizer, {"history": []}))
@@ -104,7 +117,7 @@ def test_an_exported_language_model_equals_the_original(kind, tmp_path, tokenize
     signatures = {name: ([2 if n == "b" else n for n in a["shape"]], a["dtype"]) for name, a in described.items()}
     assert signatures == {name: (list(array.shape), array.dtype.name) for name, array in state.items()}
     logits, state = step_by_step(step, weights, state, TOKENS)
-    longest = 6 if kind == "softmax" else 8
+    longest = 6 if kind in ("softmax", "limited") else 8
     expected = logits_of(model)
     assert error(logits[:, :longest], expected(TOKENS)[:, :longest]) < (3e-2 if kind == "softmax" else 1e-5)
     assert np.isnan(logits[:, longest:]).all(), "beyond the maximal length, logits are NaN"
@@ -203,6 +216,7 @@ def test_every_array_of_every_model_is_documented():
     for config in (
         micro(layers=len(maps), attention=maps),
         micro(adaptive_cutoffs=(), **norms, **odd),
+        micro(norm_placement="output", query_norm=True, query_norm_heads=True, projection_bias=False),
         micro_mt(shared_embedding=False, final_norm=True, attention=(MERGED, SOFTMAX), cross_attention=(MERGED,)),
     ):
         arrays, documented_names = arrays_of(abstract_model(config)), set()

@@ -11,10 +11,14 @@ import pytest
 import sentencepiece
 
 from conftest import PROSE, error
-from t2r.data.tokenizer import SentencePiece, stop_ids
+from t2r.data.tokenizer import SentencePiece, load_pair, stop_ids
 from t2r.decode import beam
 from t2r.decode.generate import generate_tokens, prefill_translation
+from t2r.errors import InputError
 from t2r.evaluation.logits import logits_of
+from t2r.importers import tokenizers
+from t2r.importers.source import read_source
+from t2r.importers.tokenizers import Languages
 from t2r.store import model_dir, tensors
 from tests.importers.make_references import FOLDER
 
@@ -93,6 +97,76 @@ def test_a_multilingual_model_translates_between_chosen_languages(tmp_path, call
     assert best.score == pytest.approx(best.log_probability / (len(best.tokens) + 2) ** 0.6), (
         "the language token counts in the length"
     )
+
+
+def test_nllb_sources_begin_with_their_language(tmp_path):
+    """Also where tokenizer.json has the order of its first version: the text, </s>, then the language."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+
+    source = shutil.copytree(FOLDER / "m2m100", tmp_path / "nllb")
+    special = ["<s>", "<pad>", "</s>", "<unk>", "eng_Latn", "zho_Hans", "deu_Latn"]
+    tokens = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokens.train_from_iterator([PROSE], trainers.BpeTrainer(vocab_size=61, special_tokens=special))
+    specials = [("eng_Latn", 4), ("</s>", 2)]
+    tokens.post_processor = processors.TemplateProcessing(single="$A </s> eng_Latn", special_tokens=specials)
+    tokens.save(str(source / "tokenizer.json"))
+    ids = tokens.encode("two boats", add_special_tokens=False).ids
+    for name, first in ((None, 4), ("deu_Latn", 6)):
+        pair = read_source(source, Languages(name, "zho_Hans")).tokenizer
+        assert pair.encode_source("two boats") == [first, *ids, 2]
+        assert pair.encode_target("two boats") == [2, 5, *ids, 2]
+        assert pair.target.padding == 1
+    (source / "tokenizer_config.json").write_text('{"src_lang": "zho_Hans"}')
+    assert read_source(source, Languages(None, "eng_Latn")).tokenizer.encode_source("two")[0] == 5
+    with pytest.raises(InputError, match="--target_language=de_DE: choose from eng_Latn, zho_Hans, deu_Latn"):
+        read_source(source, Languages(None, "de_DE"))
+
+
+def test_m2m100_has_pieces_and_languages(tmp_path):
+    source = shutil.copytree(FOLDER / "m2m100", tmp_path / "m2m100")
+    SentencePiece.train(PROSE, 300, sentences=True).save(tmp_path)
+    shutil.copy(tmp_path / "tokenizer.model", source / "sentencepiece.bpe.model")
+    processor = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
+    split = processor.encode("The fox counts two", out_type=str)
+    names = ["<s>", "<pad>", "</s>", "<unk>", *dict.fromkeys(split)]
+    (source / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}, ensure_ascii=False))
+    codes = ["__af__", "__de__", "__en__"]
+    (source / "special_tokens_map.json").write_text(json.dumps({"additional_special_tokens": codes}))
+    with pytest.raises(InputError, match="has 3 languages: give --source_language and --target_language"):
+        read_source(source)
+    pair = read_source(source, Languages("en", "de")).tokenizer
+    ids = [names.index(piece) for piece in split]
+    assert pair.encode_source("The fox counts two") == [len(names) + 2, *ids, 2]
+    assert pair.encode_target("The fox counts two") == [2, len(names) + 1, *ids, 2]
+    assert pair.target.decode([2, len(names) + 1, *ids, 2]) == "The fox counts two"
+    (tmp_path / "saved").mkdir()
+    pair.save(tmp_path / "saved")
+    again = load_pair(tmp_path / "saved")
+    assert again.encode_source("The fox") == pair.encode_source("The fox")
+    assert again.encode_target("The fox") == pair.encode_target("The fox")
+
+
+@pytest.mark.slow
+def test_m2m100_tokenizes_as_transformers_does(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    SentencePiece.train(PROSE, 300, sentences=True).save(tmp_path)
+    processor = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
+    pieces = [processor.id_to_piece(i) for i in range(3, processor.vocab_size())]
+    names = ["<s>", "<pad>", "</s>", "<unk>", *pieces]
+    (tmp_path / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}, ensure_ascii=False))
+    shutil.move(tmp_path / "tokenizer.model", tmp_path / "sentencepiece.bpe.model")
+    files = {"vocab_file": tmp_path / "vocab.json", "spm_file": tmp_path / "sentencepiece.bpe.model"}
+    theirs = transformers.M2M100Tokenizer(
+        **{key: str(path) for key, path in files.items()}, src_lang="en", tgt_lang="de"
+    )
+    codes = [theirs.get_lang_token(code) for code in theirs.lang_code_to_token]
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"additional_special_tokens": codes}))
+    config = {"model_type": "m2m_100", "decoder_start_token_id": 2, "pad_token_id": 1, "eos_token_id": 2}
+    ours = tokenizers.find_tokenizer(tmp_path, config, translates=True, chosen=Languages("en", "de"))
+    text = "The lazy clerk counts ninety boats"
+    assert ours.encode_source(text) == theirs(text).input_ids
+    assert ours.encode_target(text) == [2, *theirs(text_target=text).input_ids]
 
 
 def test_a_translation_model_is_imported_with_its_tokenizers(tmp_path, call):

@@ -10,6 +10,7 @@ from conftest import error, make_model, micro, random_tokens, slow_but
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import layers_to_keep, swap
 from t2r.errors import InputError
+from t2r.model.config import AttentionSpec
 from t2r.model.parameters import arrays_of
 
 MAPS = ["t2r", "elu", "rfa", "performer"]
@@ -90,6 +91,16 @@ def test_merging_a_hybrid_leaves_its_softmax_layers():
     assert error(merged(tokens)[0], model(tokens)[0]) < 1e-5
 
 
+@pytest.mark.slow
+def test_a_layer_without_rotary_positions_can_be_merged():
+    """Though others have them: SmolLM3."""
+    specs = (AttentionSpec(), AttentionSpec(rotary=False))
+    model = swap(make_model(micro(positions="rotary", attention=specs)), features=8, keep="0")
+    merged, tokens = merge(model), random_tokens(1, 9)
+    assert [spec.kind for spec in merged.config.attention] == ["softmax", "merged"]
+    assert error(merged(tokens)[0], model(tokens)[0]) < 1e-5
+
+
 def test_attention_that_cannot_be_merged_is_an_error():
     with pytest.raises(InputError, match="nothing to merge"):
         merge(make_model(micro()))
@@ -97,5 +108,7 @@ def test_attention_that_cannot_be_merged_is_an_error():
         merge(swap(make_model(micro()), feature_map="elu"))
     with pytest.raises(InputError, match="rotary"):
         merge(swap(make_model(micro(positions="rotary")), features=8))
+    with pytest.raises(InputError, match="queries and keys are normalised between the projection and φ"):
+        merge(swap(make_model(micro(query_norm=True)), features=8))
     with pytest.raises(InputError, match="nothing to merge"):
         merge(merge(swap(make_model(micro()), features=8)))

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from t2r.data import tfds_source
 from t2r.data.pairs import load_pairs, number_pairs
 from t2r.data.prepared import prepare_tokens
 from t2r.data.sources import load_documents
@@ -42,6 +43,14 @@ def test_prepared_wikitext_equals_its_files(tmp_path, data_dir, call):
     tokens = [prepare_tokens(tmp_path / "run", spec, split, words)[0].tolist()
              for spec, split in (("tfds:wikitext103", "train"), (f"text:{tmp_path}/whole.txt", "all"))]  # fmt: skip
     assert tokens[0] == tokens[1]
+
+
+def test_the_newest_version_is_the_greatest_number(tmp_path):
+    for version in ("1.9.0", "1.10.0", "1.2.11"):
+        (tmp_path / "pairs" / version).mkdir(parents=True)
+        (tmp_path / "pairs" / version / "dataset_info.json").touch()
+    (tmp_path / "pairs" / "2.0.0").mkdir()  # not finished
+    assert tfds_source._newest_version(tmp_path, "pairs").name == "1.10.0"
 
 
 def test_articles_begin_at_titles_only():

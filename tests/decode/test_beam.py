@@ -22,6 +22,7 @@ from t2r.errors import InputError
 from t2r.model.transformer import Seq2Seq
 
 END = 5  # a token that these random models often generate
+PAD = 7
 # One for each kind of state: a cache; S and z; S and z with a scale; a mixture. Feature maps are tested elsewhere.
 KINDS = ["softmax", "merged", "performer", "hybrid"]
 
@@ -49,23 +50,30 @@ def random_sources(lengths, vocab, seed=0):
     return [[*rng.integers(3, vocab, length - 1).tolist(), END] for length in lengths]
 
 
-@pytest.mark.parametrize(
-    ("kind", "penalty", "early"), [("softmax", 0.0, True), ("hybrid", 1.3, False), ("merged", 0.6, True)]
-)
+ALL_CANDIDATES = [
+    ("softmax", 0.0, True, 0),
+    ("hybrid", 1.3, False, 0),
+    ("merged", 0.6, True, 0),
+    ("softmax", 0.6, False, 1),
+]
+
+
+@pytest.mark.parametrize(("kind", "penalty", "early", "least"), slow_but(ALL_CANDIDATES, *ALL_CANDIDATES[:3]))
 @given(seed=st.integers(0, 2**16))
-def test_a_beam_of_all_candidates_equals_enumeration(kind, penalty, early, seed):
-    """All 15 translations of up to 3 tokens of a vocabulary of 3, best first, with their scores."""
+def test_a_beam_of_all_candidates_equals_enumeration(kind, penalty, early, least, seed):
+    """All 15 translations of up to 3 tokens of a vocabulary of 3, or 14 that are not empty, best first, with scores."""
     vocab, limit, size = 3, 3, 24
     model = model_of(kind, seed, vocab_size=vocab, source_vocab_size=6, shared_embedding=False)
     source = padded(random_sources([5], 6, seed), 5)
-    all_targets = [list(ids) for n in range(limit + 1) for ids in itertools.product([0, 1], repeat=n)]
+    all_targets = [list(ids) for n in range(least, limit + 1) for ids in itertools.product([0, 1], repeat=n)]
     log_probs = score(model, np.repeat(source, len(all_targets), 0), all_targets, end=2)
     scores = [value / (len(ids) + 1) ** penalty for value, ids in zip(log_probs, all_targets)]
     expected = sorted(zip(scores, all_targets), reverse=True)
-    hypotheses = translate(model, source, end=2, beam=Beam(size, penalty, early), limits=[limit])[0]
+    beam = Beam(size, penalty, early, min_length=least)
+    hypotheses = translate(model, source, end=2, beam=beam, limits=[limit])[0]
     np.testing.assert_allclose([h.score for h in hypotheses], [value for value, _ in expected], rtol=1e-4)
-    np.testing.assert_allclose([h.log_probability for h in hypotheses], score(model, np.repeat(source, 15, 0),
-                               [h.tokens for h in hypotheses], end=2), rtol=1e-4)  # fmt: skip
+    rescored = score(model, np.repeat(source, len(expected), 0), [h.tokens for h in hypotheses], end=2)
+    np.testing.assert_allclose([h.log_probability for h in hypotheses], rescored, rtol=1e-4)
     assert sorted(h.tokens for h in hypotheses) == sorted(all_targets)
 
 
@@ -78,6 +86,24 @@ def test_the_start_token_is_never_generated():
     assert not [h for hypotheses in results for h in hypotheses if 4 in h.tokens]
 
 
+def fairseq_search(next_log_probs, beam, limit):
+    """fairseq's search of one sentence, as its sequence generator does it; the id of <pad> is PAD."""
+    live, results = [(0.0, [])], []
+    for step in range(limit + 1):
+        candidates = []
+        for total, ids in live:
+            allowed = {END} if step == limit else set(range(12)) - {PAD} - ({END} if step == 0 else set())
+            candidates += [(total + value, [*ids, i]) for i, value in enumerate(next_log_probs(ids)) if i in allowed]
+        candidates = sorted(candidates, key=lambda c: -c[0])[: 2 * beam.size]
+        for total, ids in candidates[: beam.size]:
+            if ids[-1] == END and len(results) < beam.size:
+                results.append((total / (step + 1) ** beam.length_penalty, ids[:-1]))
+        if len(results) == beam.size:
+            break
+        live = [c for c in candidates if c[1][-1] != END][: beam.size]
+    return sorted(results, key=lambda r: -r[0])
+
+
 def naive_search(next_log_probs, beam, limit):
     """Beam search of one sentence by its definition, with lists; `next_log_probs(prefix)` gives log-probabilities."""
     live, results = [(0.0, [])], []
@@ -86,7 +112,7 @@ def naive_search(next_log_probs, beam, limit):
             (total + value, [*ids, token])
             for total, ids in live
             for token, value in enumerate(next_log_probs(ids))
-            if step < limit or token == END
+            if (token != PAD and (step or token != END) if step < limit else token == END)
         ]
         candidates.sort(key=lambda c: -c[0])
         finished = [c for c in candidates[: beam.size] if c[1][-1] == END]
@@ -94,7 +120,7 @@ def naive_search(next_log_probs, beam, limit):
         results = sorted(results, key=lambda r: -r[0])[: beam.size]
         live = [c for c in candidates if c[1][-1] != END][: beam.size]
         if len(results) == beam.size and (
-            beam.early_stopping or not live or results[-1][0] >= live[0][0] / (limit + 1) ** beam.length_penalty
+            not live or results[-1][0] >= live[0][0] / (limit + 1) ** beam.length_penalty
         ):
             break
     return results
@@ -106,16 +132,17 @@ def all_log_probs(graph, arrays, source, tokens):
     return model.log_probs(model(tokens, source=model.source_states(jnp.maximum(source, 0), source != PADDING))[0])
 
 
-SEARCHES = [(1, 0.6, True), (3, 0.0, True), (3, 0.6, False)]
+SEARCHES = [(1, 0.6, True), (3, 0.0, True), (3, 0.6, False), (4, 0.6, True), (2, 1.5, True)]
 
 
-@pytest.mark.parametrize(("size", "penalty", "early"), slow_but(SEARCHES, SEARCHES[-1]))
+@pytest.mark.parametrize(("size", "penalty", "early"), slow_but(SEARCHES, SEARCHES[2], SEARCHES[-1]))
 @given(seed=st.integers(0, 2**16))
 def test_any_beam_equals_the_naive_search(size, penalty, early, seed):
+    """All results, in their order; with early stopping those of fairseq."""
     model = model_of("merged", seed)
     sequences = random_sources([3, 7, 2], 12, seed)
     sources, limits, beam = padded(sequences, 8), [4, 9, 6], Beam(size, penalty, early)
-    results = translate(model, sources, end=END, beam=beam, limits=limits)
+    results = translate(model, sources, end=END, padding=PAD, beam=beam, limits=limits)
     for source, limit, hypotheses in zip(sources, limits, results):
 
         def next_log_probs(prefix, source=source):
@@ -123,7 +150,7 @@ def test_any_beam_equals_the_naive_search(size, penalty, early, seed):
             tokens[0, : len(prefix) + 1] = [END, *prefix]
             return np.asarray(all_log_probs(*nnx.split(model), source[None], tokens))[0, len(prefix)].tolist()
 
-        expected = naive_search(next_log_probs, beam, limit)
+        expected = (fairseq_search if early else naive_search)(next_log_probs, beam, limit)
         np.testing.assert_allclose([h.score for h in hypotheses], [r[0] for r in expected], rtol=1e-4)
         assert [h.tokens for h in hypotheses] == [r[1] for r in expected]
 
@@ -146,7 +173,7 @@ def test_batches_padding_greedy_and_rescoring(kind):
     np.testing.assert_allclose([h.log_probability for h in best], rescored, rtol=1e-4)
 
     limit = 8
-    narrow = translate(model, padded(sequences, 12), end=END, beam=Beam(1), limits=[limit] * 3)
+    narrow = translate(model, padded(sequences, 12), end=END, beam=Beam(1, min_length=0), limits=[limit] * 3)
     generation = prefill_translation(model, padded(sequences, 12), limit, start=END)
     _, greedy = generate_tokens(model, generation, limit, end=END)
     assert [hypotheses[0].tokens for hypotheses in narrow] == greedy
@@ -198,5 +225,5 @@ def test_impossible_searches_are_refused():
         translate(learned, padded(random_sources([9], 12), 16), end=END)
     hypotheses = translate(learned, padded(random_sources([3], 12), 16), end=END, beam=Beam(2))[0]
     assert max(len(h.tokens) for h in hypotheses) <= 7
-    with pytest.raises(InputError, match=r"beam=0(.|\n)*length_penalty=-1"):
-        Beam(0, -1)
+    with pytest.raises(InputError, match=r"beam=0(.|\n)*length_penalty=-1(.|\n)*min_length=-1"):
+        Beam(0, -1, min_length=-1)

@@ -6,7 +6,7 @@ import pytest
 from conftest import make_model, micro, micro_mt
 from t2r.conversion.swap import swap
 from t2r.data.pairs import number_pairs
-from t2r.data.tokenizer import SentencePiece, TokenizerPair
+from t2r.data.tokenizer import FairseqSubwords, SentencePiece, TokenizerPair
 from t2r.decode.beam import Beam
 from t2r.decode.sampling import Sampling
 from t2r.decode.translator import TranslateOptions, pad, translate_lines
@@ -51,6 +51,18 @@ def test_sampling_needs_no_beam(content):
     first, again = translate_lines(content, LINES, options), translate_lines(content, LINES, options)
     assert first == again != translate_lines(content, LINES, options._replace(seed=2))
     assert all(len(translations) == 1 for translations in first)
+
+
+@pytest.mark.slow
+def test_no_translation_is_empty_or_has_padding():
+    """Sampled or searched; a random model would give the stop token first in every twelfth sample."""
+    words = ["<s>", "<pad>", "</s>", "<unk>", *"abcdefgh"]
+    tokenizer = FairseqSubwords(words)
+    model = make_model(micro_mt(layers=1, vocab_size=12))
+    content = LoadedModel(model, TokenizerPair(tokenizer, tokenizer), {"history": []})
+    for options in (TranslateOptions(sampling=Sampling(9.0), batch=64), TranslateOptions(beam=Beam(4), batch=64)):
+        translations = translate_lines(content, ["a b", "c"] * 32, options)
+        assert all(t.text for results in translations for t in results)
 
 
 def test_lines_that_are_too_long_are_refused_or_cut(content):

@@ -1,7 +1,7 @@
 """Writes tests/importers/references: tiny random models saved by the original library, and its outputs.
 
 Needs torch and transformers, which the tests do not need:
-    python -m tests.importers.make_references
+    python -m tests.importers.make_references [NAME ...]
 """
 
 import shutil
@@ -25,6 +25,9 @@ LLAMA3 = dict(
 )
 GPT2 = dict(vocab_size=61, n_embd=16, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
 NEOX = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
+FALCON = dict(
+    vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
 OPT = dict(
     vocab_size=61, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=16,
     max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
@@ -44,11 +47,34 @@ CASES = {
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", dict(
         SMALL, head_dim=8, query_pre_attn_scalar=12, sliding_window=4,
         layer_types=["sliding_attention", "full_attention"])),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", dict(SMALL, sliding_window=5)),
+    "phi3_long": ("Phi3ForCausalLM", "Phi3Config", dict(
+        SMALL, num_attention_heads=2, partial_rotary_factor=0.75, original_max_position_embeddings=32,
+        tie_word_embeddings=True,
+        rope_scaling=dict(rope_type="longrope", short_factor=[1.0, 1.5, 2.0], long_factor=[3.0, 4.0, 5.0]))),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", dict(SMALL, attention_bias=True)),
+    "granite": ("GraniteForCausalLM", "GraniteConfig", dict(
+        SMALL, embedding_multiplier=12, logits_scaling=8, residual_multiplier=0.22, attention_multiplier=0.4,
+        tie_word_embeddings=True)),
+    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", dict(SMALL, no_rope_layer_interval=2)),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", dict(SMALL, num_key_value_heads=1, head_dim=8, hidden_act="gelu")),
+    "stablelm": ("StableLmForCausalLM", "StableLmConfig", dict(
+        SMALL, use_qkv_bias=True, partial_rotary_factor=0.5)),
+    "stablelm_parallel": ("StableLmForCausalLM", "StableLmConfig", dict(
+        SMALL, num_attention_heads=2, use_parallel_residual=True)),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "gptj": ("GPTJForCausalLM", "GPTJConfig", dict(GPT2, n_head=2, rotary_dim=4)),
+    "falcon": ("FalconForCausalLM", "FalconConfig", FALCON),
+    "falcon_new": ("FalconForCausalLM", "FalconConfig", dict(
+        FALCON, new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=24)),
+    "falcon_serial": ("FalconForCausalLM", "FalconConfig", dict(
+        FALCON, multi_query=False, parallel_attn=False, bias=True)),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", dict(NEOX, rotary_pct=0.5)),
     "gpt_neox_serial": ("GPTNeoXForCausalLM", "GPTNeoXConfig", dict(NEOX, rotary_pct=0.5, use_parallel_residual=False)),
     "opt": ("OPTForCausalLM", "OPTConfig", OPT),
     "marian": ("MarianMTModel", "MarianConfig", dict(PAIRED, scale_embedding=True, activation_function="swish")),
+    "pegasus": ("PegasusForConditionalGeneration", "PegasusConfig", dict(PAIRED, scale_embedding=True)),
+    "m2m100": ("M2M100ForConditionalGeneration", "M2M100Config", dict(PAIRED, decoder_start_token_id=2)),
     "bart": ("BartForConditionalGeneration", "BartConfig", PAIRED),
     "mbart": ("MBartForConditionalGeneration", "MBartConfig", dict(PAIRED, scale_embedding=True)),
 }  # fmt: skip
@@ -64,7 +90,7 @@ def make(name: str, folder: Path, seed: int = 0) -> None:
     model = getattr(transformers, model_class)(getattr(transformers, config_class)(**fields)).eval()
     with torch.no_grad():  # so that no norm scale is 1 and no bias 0
         for key, parameter in model.named_parameters():
-            if not (name == "marian" and "embed_positions" in key):
+            if not (name in ("marian", "pegasus") and "embed_positions" in key):  # sinusoids, which stay what they are
                 parameter.add_(0.1 * torch.randn_like(parameter))
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.add_(torch.randn_like(model.final_logits_bias))
@@ -84,7 +110,7 @@ def make(name: str, folder: Path, seed: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    for case in CASES:
+    for case in sys.argv[1:] or CASES:
+        shutil.rmtree(FOLDER / case, ignore_errors=True)
         make(case, FOLDER / case)
         print(case, file=sys.stderr)

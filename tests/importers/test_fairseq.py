@@ -101,6 +101,17 @@ def test_a_translation_model_equals_the_reference(tmp_path):
     compare(tmp_path / "model.pt", c, arrays)
 
 
+def test_copies_of_encoder_weights_are_ignored(tmp_path):
+    """fairseq 0.12 has each encoder layer's weights a second time, for a fused kernel; stored as zeros."""
+    c = dict(MT, share_all_embeddings=True)
+    arrays = weights(c)
+    copies = {"in_proj_weight": (48, 16), "in_proj_bias": (48,), "out_proj_weight": (16, 16), "out_proj_bias": (16,)}
+    copies |= {"fc1_weight": (24, 16), "fc1_bias": (24,), "fc2_weight": (16, 24), "fc2_bias": (16,)}
+    zeros = {f"encoder.layers.0.{name}": np.zeros(shape, np.float32) for name, shape in copies.items()}
+    write(tmp_path / "model.pt", {"args": namespace(**c), "model": arrays | zeros})
+    compare(tmp_path / "model.pt", c, arrays)
+
+
 def test_an_old_translation_model_with_separate_vocabularies_equals_the_reference(tmp_path):
     arrays = weights(SEPARATE, source=30, positions=20)
     write(tmp_path / "model.pt", {"args": namespace(**SEPARATE), "model": old_names(arrays)}, legacy=True)
@@ -264,6 +275,18 @@ def test_a_language_model_from_the_command_line(tmp_path, call):
     (tmp_path / "text").write_text("word0 word2\n\nword9 other word37\n" * 3)
     status, result = call("evaluate", f"--model={tmp_path}/ours", f"--data=text:{tmp_path}/text", "--window=8")
     assert status == 0 and (result["tokens"], result["unknown_words"]) == (24, 3)
+
+    ids = np.array([[2, 7, 20, 40, 3]])
+    np.savez(tmp_path / "ids.npz", input_ids=ids)
+    command = ["evaluate", f"--model={tmp_path}/ours"]
+    status, printed = call(*command, f"--logits={tmp_path}/ids.npz:{tmp_path}/out.npz")
+    assert status == 2 and "has no logits over the whole vocabulary: compare log-probabilities (--log_probs)" in printed
+    status, result = call(*command, f"--log_probs={tmp_path}/ids.npz:{tmp_path}/out.npz")
+    assert status == 0 and result == {"log_probs": f"{tmp_path}/out.npz", "shape": [1, 5, VOCABULARY]}
+    expected = Reference(ADAPTIVE, weights(ADAPTIVE)).log_probs(ids[0])
+    assert error(np.load(tmp_path / "out.npz")["log_probs"][0], expected) < 1e-5
+    status, printed = call(*command, "--logits=a:b", "--log_probs=a:b")
+    assert status == 2 and "give one of --data=SPEC, --logits=IN.npz:OUT.npz and --log_probs" in printed
 
     dictionary(source / "dict.txt", WORDS[:-1])
     status, printed = call("import", f"--source={source}/checkpoint_best.pt", f"--output={tmp_path}/again")

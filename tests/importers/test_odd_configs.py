@@ -15,9 +15,12 @@ from t2r.importers import hugging_face, tokenizers
 from t2r.importers.families import FAMILIES
 from t2r.importers.hugging_face import HARMLESS, TrackedConfig
 from t2r.importers.source import read_source
-from t2r.model.parameters import abstract_model, with_arrays
-from tests.conftest import PROSE, error
+from t2r.model.config import from_dict
+from t2r.model.parameters import abstract_model, arrays_of, parameter_count, with_arrays
+from t2r.model.transformer import check_length
+from tests.conftest import PROSE, error, slow_but
 from tests.importers.make_references import CASES, FOLDER
+from tests.importers.released_configs import CONFIGS
 
 live = pytest.mark.skipif(
     not (importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")),
@@ -33,7 +36,8 @@ def changed(tmp_path, name, tensors=None, **fields):
     (folder / "config.json").write_text(json.dumps(config))
     if tensors:
         stored = load_file(folder / "model.safetensors")
-        save_file({**stored, **tensors(stored)}, folder / "model.safetensors")
+        added = tensors(stored)
+        save_file({**stored, **added}, folder / "model.safetensors")
     return folder
 
 
@@ -73,22 +77,64 @@ def other_head(stored):
     return {"lm_head.weight": np.random.default_rng(0).standard_normal(stored[name].shape, np.float32)}
 
 
+def attention_biases(stored):
+    """A bias for each projection of attention."""
+    rng = np.random.default_rng(0)
+    weights = {name: array for name, array in stored.items() if "self_attn" in name and name.endswith("proj.weight")}
+    return {
+        name.replace("weight", "bias"): rng.standard_normal(len(array), np.float32) for name, array in weights.items()
+    }
+
+
+def one_norm(stored):
+    """One norm for both branches, instead of two."""
+    norms = {name.replace("ln_attn", "input_layernorm"): stored[name] for name in stored if "ln_attn" in name}
+    for name in [name for name in stored if "ln_attn" in name or "ln_mlp" in name]:
+        del stored[name]
+    return norms
+
+
+LONGROPE = dict(rope_type="longrope", rope_theta=10_000.0, short_factor=[1.0, 1.5, 2.0], long_factor=[3.0, 4.0, 5.0])
+LONGROPE |= dict(partial_rotary_factor=0.75)
+
+
+ODD = [
+    ("bart", separate, dict(tie_word_embeddings=False)),
+    ("mbart", separate, dict(tie_word_embeddings=False)),
+    ("marian", separate, dict(tie_word_embeddings=False)),
+    ("llama", None, dict(sliding_window=4)),
+    ("llama", None, dict(layer_types=["sliding_attention", "full_attention"], sliding_window=4)),
+    ("mistral", None, dict(sliding_window="DROP")),
+    ("mistral", None, dict(sliding_window=None)),
+    ("llama3", other_head, {}),
+    ("gpt2", other_head, {}),
+    ("qwen3", None, dict(head_dim=8, sliding_window=4)),
+]
+MORE_ODD = [
+    ("llama", attention_biases, dict(attention_bias=True)),
+    ("phi3", None, dict(sliding_window="DROP")),
+    ("phi3_long", None, dict(rope_parameters=LONGROPE | dict(factor=3.0))),
+    ("phi3_long", None, dict(rope_parameters=LONGROPE | dict(attention_factor=0.7))),
+    ("phi3_long", None, dict(rope_parameters="DROP", rope_scaling=LONGROPE, partial_rotary_factor=0.75)),
+    ("smollm3", None, dict(no_rope_layers=[0, 1], layer_types="DROP", use_sliding_window=True, sliding_window=4)),
+    ("smollm3", None, dict(no_rope_layers="DROP", layer_types="DROP", no_rope_layer_interval=1)),
+    ("gemma", None, dict(hidden_act="gelu", hidden_activation=None)),
+    ("gemma", attention_biases, dict(attention_bias=True)),
+    ("granite", attention_biases, dict(attention_bias=True)),
+    ("granite", other_head, {}),
+    ("stablelm", None, dict(rope_parameters="DROP", partial_rotary_factor=1.0, rope_theta=500)),
+    ("stablelm_parallel", None, dict(rope_parameters="DROP")),
+    ("falcon", None, dict(num_kv_heads="DROP", ffn_hidden_size="DROP", rope_parameters="DROP")),
+    ("falcon_new", one_norm, dict(num_ln_in_parallel_attn=1)),
+    ("gptj", None, dict(rotary_dim=8)),
+    ("pegasus", separate, dict(tie_word_embeddings=False)),
+    ("m2m100", separate, dict(tie_word_embeddings=False)),
+    ("m2m100", None, dict(scale_embedding=False)),
+]
+
+
 @live
-@pytest.mark.parametrize(
-    "name, tensors, fields",
-    [
-        ("bart", separate, dict(tie_word_embeddings=False)),
-        ("mbart", separate, dict(tie_word_embeddings=False)),
-        ("marian", separate, dict(tie_word_embeddings=False)),
-        ("llama", None, dict(sliding_window=4)),
-        ("llama", None, dict(layer_types=["sliding_attention", "full_attention"], sliding_window=4)),
-        ("mistral", None, dict(sliding_window="DROP")),
-        ("mistral", None, dict(sliding_window=None)),
-        ("llama3", other_head, {}),
-        ("gpt2", other_head, {}),
-        ("qwen3", None, dict(head_dim=8, sliding_window=4)),
-    ],
-)
+@pytest.mark.parametrize("name, tensors, fields", slow_but(ODD + MORE_ODD, *ODD))
 def test_odd_models_equal_the_original(tmp_path, name, tensors, fields):
     folder = changed(tmp_path, name, tensors, **fields)
     assert error(logits_here(folder, name), logits_there(folder, name)) < 1e-5
@@ -105,6 +151,19 @@ def test_odd_models_equal_the_original(tmp_path, name, tensors, fields):
         ("gpt_neox", dict(attention_bias=False), "attention_bias=False is not supported"),
         ("opt", dict(layer_norm_elementwise_affine=False), "layer_norm_elementwise_affine=False is not supported"),
         ("llama", dict(quantization_config={"bits": 4}), "quantization_config"),
+        ("llama", dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5 is not supported"),
+        ("phi3", dict(lm_head_bias=True), "lm_head_bias=True is not supported"),
+        ("phi3", dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "rope_type='dynamic' is not supported"),
+        ("smollm3", dict(layer_types=["sliding_attention"] * 2), "use_sliding_window=False and sliding_window=None"),
+        ("gemma", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
+        ("stablelm", dict(qk_layernorm=True), "qk_layernorm=True is not supported"),
+        ("gptj", dict(rotary_dim=None), "rotary_dim=None is not supported"),
+        ("gptj", dict(scale_attn_weights=False), "scale_attn_weights=False is not supported"),
+        ("falcon", dict(alibi=True), "alibi=True is not supported: biases are added to the attention logits"),
+        ("falcon_new", dict(parallel_attn=False), "parallel_attn=False .* do not go together"),
+        ("falcon", dict(num_ln_in_parallel_attn=2), "num_ln_in_parallel_attn=2 do not go together"),
+        ("pegasus", dict(static_position_embeddings=False), "static_position_embeddings=False is not supported"),
+        ("m2m100", dict(decoder_start_token_id=1), "decoder_start_token_id=1 is the padding token"),
         ("llama", dict(some_new_thing=3), "some_new_thing=3 is unknown"),
         (
             "gemma3",
@@ -116,6 +175,18 @@ def test_odd_models_equal_the_original(tmp_path, name, tensors, fields):
 def test_what_cannot_be_expressed_is_refused_by_name(tmp_path, name, fields, message):
     with pytest.raises(InputError, match=message):
         hugging_face.load_checkpoint(changed(tmp_path, name, **fields))
+
+
+@pytest.mark.slow
+def test_a_model_saved_without_its_output_layer_has_no_bias_of_logits(tmp_path):
+    """BartModel alone: no prefix, no final_logits_bias, no lm_head. As in transformers, the bias is then zero."""
+    folder = changed(tmp_path, "bart")
+    stored = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("model."): array for name, array in stored.items() if name.startswith("model.")}
+    save_file(bare, folder / "model.safetensors")
+    bias = stored["final_logits_bias"]
+    assert np.abs(bias).max() > 0.1
+    assert error(logits_here(folder, "bart") + bias, logits_here(FOLDER / "bart", "bart")) < 1e-6
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path):
@@ -135,6 +206,51 @@ def test_of_a_single_file_and_an_index_the_file_counts(tmp_path):
     index = {"weight_map": dict.fromkeys(stored, "part.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert error(logits_here(folder, "llama"), logits_here(FOLDER / "llama", "llama")) == 0
+
+
+def released(name):
+    """Our config of a released model."""
+    content = CONFIGS[name][0]
+    family = FAMILIES[content["model_type"]]
+    config = TrackedConfig({**family.defaults, **content})
+    fields = family.fields(config)
+    family.rules(config)
+    hugging_face.check_keys(name, config, family)
+    return from_dict(fields)
+
+
+def test_the_configs_of_released_models_are_accepted():
+    configs = {name: released(name) for name in CONFIGS}
+    long, short = configs["phi-3-mini-128k"], configs["phi-3-mini-4k"]
+    assert long == configs["phi-3-mini-128k, first"] and long.max_positions == 4096 and short.max_positions == 0
+    assert long.rope_gain == pytest.approx((1 + 5 / 12) ** 0.5), "log 32 over log 4096"
+    with pytest.raises(InputError, match="4097 tokens are too many for this model's rotary positions"):
+        check_length(long, 4097)
+    assert {spec.window for spec in short.attention} == {2047}
+    assert configs["phi-4-mini"].rope_size == 96
+    assert [layer for layer, spec in enumerate(configs["smollm3-3b"].attention) if not spec.rotary] == [
+        *range(3, 36, 4)
+    ]
+    assert (configs["gemma-2b"].activation, configs["gemma-2b"].kv_heads) == ("gelu", 1)
+    assert configs["falcon-40b"].kv_heads == 8 and configs["falcon-7b"].kv_heads == 1
+    assert configs["nllb-200-distilled-600M"].position_offset == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, (_, parameters, _) in CONFIGS.items() if parameters])
+def test_released_models_have_as_many_parameters(name):
+    config, (_, parameters, ours) = released(name), CONFIGS[name]
+
+    def count(layers, encoder_layers):
+        sizes = {"layers": layers, "attention": config.attention[:layers], "encoder_layers": encoder_layers}
+        sizes |= {"cross_attention": config.cross_attention[:layers]} if encoder_layers else {}
+        return parameter_count(arrays_of(abstract_model(config.replace(**sizes))))
+
+    encoder = min(config.encoder_layers, 1)
+    total = count(1, encoder) + (config.layers - 1) * (count(2, encoder) - count(1, encoder))
+    if encoder:
+        total += (config.encoder_layers - 1) * (count(1, 2) - count(1, 1))
+    assert total == parameters + ours
 
 
 @live
@@ -158,7 +274,8 @@ def test_every_key_of_every_family_is_accounted_for():
 
 
 # Values that the library's class computes from others when it is made.
-COMPUTED = ("layer_types", "sliding_window", "num_key_value_heads", "head_dim", "hidden_act")
+COMPUTED = ("layer_types", "sliding_window", "num_key_value_heads", "head_dim", "hidden_act", "no_rope_layers",
+            "num_kv_heads", "ffn_hidden_size")  # fmt: skip
 
 
 def _matches(key: str, pattern: str) -> bool:

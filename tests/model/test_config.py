@@ -34,7 +34,7 @@ def test_phi_adds_as_many_parameters_as_the_paper_says():
 
 
 def test_a_config_survives_json():
-    config = micro(attention=(AttentionSpec("linear", "t2r", 8), AttentionSpec()), kv_heads=1)
+    config = micro(attention=(AttentionSpec("linear", "t2r", 8), AttentionSpec()), kv_heads=1, rope_factors=(1.5, 2.0))
     assert from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
@@ -51,6 +51,8 @@ def test_a_config_survives_json():
         (dict(attention=(AttentionSpec("linear", "elu", 7),)), ["elu", "7"]),
         (dict(attention=(AttentionSpec("merged", "rfa", 8),)), ["only feature map 't2r'"]),
         (dict(attention=(AttentionSpec(),) * 3), ["has 3 specs", "layers=2"]),
+        (dict(rope_scaling="factors", rope_factors=(1.0,) * 7), ["rope_factors for each of the 8", "not 7"]),
+        (dict(norm_placement="both", encoder_layers=1, adaptive_cutoffs=()), ["cross attention has no second norm"]),
         (
             dict(attention=(AttentionSpec("merged", "t2r", 8),), positions="rotary"),
             ["rotary", "merged attention needs φ right after the projection"],
