@@ -16,7 +16,8 @@ from t2r.model.config import PRESETS, RUNTIME_FIELDS, ModelConfig, preset
 
 SHIPPED = Path(__file__).parents[1] / "configs"
 
-# Fields that may change when a run is resumed: they do not change the computation of a step.
+# Fields that may change when a run is resumed: they do not change the computation of a step. (`steps` would, through a
+# schedule that spans all of them: see `check_same_run`.)
 MAY_CHANGE = (
     "steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "average_checkpoints", "mesh",
     "init_preset",
@@ -117,7 +118,7 @@ def find_config(name: str) -> str:
     if not path.is_file() and path.parent in (Path(), Path("configs")) and path.suffix in ("", ".py"):
         path = SHIPPED / f"{path.stem}.py"
     if path.is_file() and path.suffix != ".py":
-        raise InputError(f"{given} is not a config: config files are Python files, NAME.py")
+        raise InputError(f"{file_name} is not a config: config files are Python files, NAME.py")
     if not path.is_file():
         shipped = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.py")))
         raise InputError(f"no config file {file_name}: give a path, or one of those that ship with t2r: {shipped}")

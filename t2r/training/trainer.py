@@ -68,7 +68,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     with alone, quiet_libraries():
         checkpoints = Checkpoints(workdir / "checkpoints", max(config.keep_checkpoints, config.average_checkpoints))
         if checkpoints.latest is not None:
-            check_same_run(config, workdir)
+            check_same_run(config, workdir, checkpoints.latest)
         with full_disk_explained(workdir, checkpoints):
             return run_to_the_end(config, workdir, checkpoints)
 
@@ -84,17 +84,41 @@ def run_to_the_end(config: ConfigDict, workdir: Path, checkpoints: Checkpoints) 
     return save_model(run, state, {"checkpoints": averaged}, began)
 
 
-def check_same_run(config: ConfigDict, workdir: Path) -> None:
-    """Raises an InputError if the run in `workdir` has another config, apart from the fields in MAY_CHANGE."""
-    before, now = (
-        read_json(workdir / "config.json", "move the work directory away to start over"),
-        json.loads(config.to_json()),
-    )
-    changed = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
+def check_same_run(config: ConfigDict, workdir: Path, step: int) -> None:
+    """Raises an InputError if the run in `workdir`, now at `step`, has another config, apart from MAY_CHANGE."""
+    file = read_json(workdir / "config.json", "move the work directory away to start over")
+    before, now = flat(file), flat(json.loads(config.to_json()))
+    changed = [name for name in {**now, **before} if before.get(name, ABSENT) != now.get(name, ABSENT)]
     raise_all(
         f"{workdir} holds a run with another config (choose another workdir, or remove it):",
-        [f"config.{name} was {before.get(name)}, is {now[name]}" for name in changed],
+        [
+            f"config.{name} was {before.get(name, ABSENT)}, is {now.get(name, ABSENT)}"
+            for name in changed
+            if name.partition(".")[0] not in MAY_CHANGE and not (name == "optimizer.period" and before.get(name) == 0)
+        ],
     )
+    fields = config.optimizer
+    if "steps" in changed and fields.schedule == "cosine_cycles" and not fields.period:
+        old, new = (max(steps - fields.warmup_steps, 1) for steps in (before["steps"], config.steps))
+        rates = [float(make_schedule(fields, steps)(step)) for steps in (before["steps"], config.steps)]
+        raise InputError(
+            f"config.steps was {before['steps']}, is {config.steps}: with config.optimizer.period=0 the cosine schedule "
+            f"spans all steps, so the learning rate after step {step} would be {rates[1]:.3g} instead of "
+            f"{rates[0]:.3g}. Set --config.optimizer.period={old} to keep the run's schedule, after which a new cycle "
+            f"begins, or --config.optimizer.period={new} to span {config.steps} steps from now on; or choose "
+            "another workdir"
+        )
+
+
+ABSENT = "absent"  # a field that a config does not have
+
+
+def flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{dotted name: value} of the fields of a config, such as `optimizer.learning_rate`."""
+    result = {}
+    for name, value in fields.items():
+        result |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return result
 
 
 def set_up(

@@ -17,6 +17,7 @@ from t2r.training import trainer
 from t2r.training.build import build
 from t2r.training.config import load_config
 from t2r.training.metrics import read_metrics
+from t2r.training.optimizer import make_schedule
 from tests.training.runs import ROOT, command, environment, losses, train
 
 PAIRS = """
@@ -208,6 +209,7 @@ def test_a_run_resumes_with_more_steps_but_not_with_another_config(config_file, 
 
     def run(**fields):
         config = load_config(str(config_file))
+        config.optimizer.schedule = "constant"
         config.update(fields)
         config.mesh.data = 1
         return trainer.train(config, workdir)
@@ -216,8 +218,9 @@ def test_a_run_resumes_with_more_steps_but_not_with_another_config(config_file, 
         run(data=dict(batch=4000))
     run(steps=4)  # a config that failed before its first step does not count as the config of the run
     assert run(steps=6)["steps"] == 6 and "continuing at step 4 of 6" in capsys.readouterr().err
-    with pytest.raises(InputError, match=r"config.seed was 0, is 7(.|\n)*config.accumulate was"):
-        run(seed=7, accumulate=1)
+    with pytest.raises(InputError, match=r"config.seed was 0, is 7(.|\n)*config.accumulate was 2, is 1") as raised:
+        run(seed=7, accumulate=1, data=dict(length=16))
+    assert "config.data.length was 32, is 16" in str(raised.value) and str(raised.value).count(" was ") == 3
     metrics = (workdir / "metrics.jsonl").read_text()
     with pytest.raises(InputError, match=r"is at step 6, beyond config\.steps=5"):
         run(steps=5)
@@ -227,6 +230,44 @@ def test_a_run_resumes_with_more_steps_but_not_with_another_config(config_file, 
     provenance = json.loads((workdir / "model" / "provenance.json").read_text())
     assert [entry["action"] for entry in provenance["history"]] == ["swap", "train"]
     assert list((workdir / "tensorboard").glob("events*"))
+
+
+def cosine_config(config_file, steps, period):
+    config = load_config(str(config_file))
+    config.steps, config.mesh.data = steps, 1
+    config.optimizer.update(warmup_steps=2, period=period)
+    return config
+
+
+def test_more_steps_do_not_stretch_a_schedule_in_silence(config_file, tmp_path):
+    """A cosine over all steps depends on their number: the error names the two values of config.optimizer.period."""
+    trainer.write_config(cosine_config(config_file, 5, 0), tmp_path)
+    with pytest.raises(InputError, match=r"steps was 5, is 8(.|\n)*period=3 to keep(.|\n)*period=6 to span") as raised:
+        trainer.check_same_run(cosine_config(config_file, 8, 0), tmp_path, 5)
+    assert "after step 5 would be 0.000505 instead of 1e-05" in str(raised.value)
+    for steps, period in [(5, 0), (8, 3), (8, 6)]:
+        trainer.check_same_run(cosine_config(config_file, steps, period), tmp_path, 5)
+    trainer.write_config(cosine_config(config_file, 8, 3), tmp_path)
+    with pytest.raises(InputError, match=r"config.optimizer.period was 3, is 6"):
+        trainer.check_same_run(cosine_config(config_file, 8, 6), tmp_path, 5)
+
+
+@pytest.mark.slow
+def test_more_steps_keep_the_schedule_with_the_period_that_the_error_names(config_file, tmp_path):
+    workdir = tmp_path / "run"
+
+    def run(steps, period):
+        trainer.train(cosine_config(config_file, steps, period), workdir)
+        return [line["learning_rate"] for line in read_metrics(workdir / "metrics.jsonl") if "loss" in line]
+
+    first = run(5, 0)
+    with pytest.raises(InputError, match="period=3 to keep"):
+        run(8, 0)
+    assert run(5, 0) == first
+    rates = run(8, 3)
+    schedule = make_schedule(cosine_config(config_file, 8, 3).optimizer, 8)
+    assert rates[:5] == first and rates == pytest.approx([float(schedule(step)) for step in range(8)])
+    assert run(8, 3) == rates
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(config_file, tmp_path):
