@@ -102,8 +102,8 @@ def check_same_run(config: ConfigDict, workdir: Path, step: int) -> None:
         old, new = (max(steps - fields.warmup_steps, 1) for steps in (before["steps"], config.steps))
         rates = [float(make_schedule(fields, steps)(step)) for steps in (before["steps"], config.steps)]
         raise InputError(
-            f"config.steps was {before['steps']}, is {config.steps}: with config.optimizer.period=0 the cosine schedule "
-            f"spans all steps, so the learning rate after step {step} would be {rates[1]:.3g} instead of "
+            f"config.steps was {before['steps']}, is {config.steps}: with config.optimizer.period=0 the cosine "
+            f"schedule spans all steps, so the learning rate after step {step} would be {rates[1]:.3g} instead of "
             f"{rates[0]:.3g}. Set --config.optimizer.period={old} to keep the run's schedule, after which a new cycle "
             f"begins, or --config.optimizer.period={new} to span {config.steps} steps from now on; or choose "
             "another workdir"
