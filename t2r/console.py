@@ -28,15 +28,16 @@ class Progress:
     def __init__(self, name: str, total: int, done: int = 0, *, quiet: bool = False):
         self._name, self._total, self._done, self._first = name, total, done, done
         self._start = self._last_line = time.monotonic()
-        self._quiet = quiet or _silent
+        self._quiet, self._shown = quiet or _silent, {}
         terminal = sys.stderr.isatty() and not self._quiet
         self._bar = tqdm(total=total, initial=done, desc=name, dynamic_ncols=True) if terminal else None
 
     def advance(self, count: int = 1, **shown: Any) -> None:
-        """Counts `count` more items as done; `shown` holds values to print beside the progress."""
+        """Counts `count` more items as done; `shown` holds values to print beside the progress until new ones come."""
         self._done += count
+        self._shown = shown or self._shown
         if self._bar is not None:
-            self._bar.set_postfix({name: short(value) for name, value in shown.items()}, refresh=False)
+            self._bar.set_postfix({name: short(value) for name, value in self._shown.items()}, refresh=False)
             self._bar.update(count)
             return
         now = time.monotonic()
@@ -45,7 +46,7 @@ class Progress:
         if now - self._last_line >= self.seconds_between_lines or self._done >= self._total:
             self._last_line = now
             left = (now - self._start) / max(self._done - self._first, 1) * (self._total - self._done)
-            values = "".join(f", {name} {short(value)}" for name, value in shown.items())
+            values = "".join(f", {name} {short(value)}" for name, value in self._shown.items())
             self.say(f"{self._name} {self._done}/{self._total}{values}, {left:.0f} s left")
 
     def say(self, line: str) -> None:

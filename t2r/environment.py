@@ -1,9 +1,10 @@
-"""The machine and package versions, as recorded in provenance and benchmark results; and available memory."""
+"""The machine and package versions, as recorded in provenance and benchmark results; available memory; a clock."""
 
 import importlib.metadata
 import math
 import os
 import platform
+import time
 from typing import Any
 
 import jax
@@ -51,3 +52,23 @@ def _page_cache() -> int:
     with open("/proc/meminfo") as file:
         fields = dict(line.split(":") for line in file)
     return int(fields["Cached"].split()[0]) * 1024 + int(fields["Buffers"].split()[0]) * 1024
+
+
+def running_time() -> float:
+    """Seconds on a clock that stands still while JAX traces and compiles; only differences have a meaning."""
+    return time.monotonic() - sum(end - start for start, end in _compiling)
+
+
+_compiling: list[tuple[float, float]] = []  # when JAX compiled: disjoint intervals
+
+
+def _note_compilation(event: str, seconds: float, **_: Any) -> None:
+    if event.startswith("/jax/core/compile/"):
+        end = time.monotonic()
+        start = end - seconds
+        while _compiling and _compiling[-1][0] >= start:  # phases within this one, such as tracing an inner function
+            _compiling.pop()
+        _compiling.append((start, end))
+
+
+jax.monitoring.register_event_duration_secs_listener(_note_compilation)

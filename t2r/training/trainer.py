@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 from t2r import environment, processes
 from t2r.console import Progress, say
+from t2r.environment import running_time
 from t2r.errors import InputError, Stopped, raise_all
 from t2r.files import exclusive, read_json
 from t2r.layout import shardings
@@ -165,7 +166,7 @@ def run_steps(run: Run, state: TrainState, batches: grain.DatasetIterator) -> Tr
     """Runs the remaining steps; logs, validates and saves checkpoints at the intervals of the config."""
     config, checkpoints, first = run.config, run.checkpoints, int(state.step)
     transfer, finetune = make_steps(run, state)
-    log = Log(run, first)
+    log = Log(config, run.workdir, first)
 
     with Progress("train", config.steps, first) as progress, stop_requests() as stop_requested:
         for step in range(first + 1, config.steps + 1):
@@ -206,20 +207,20 @@ def make_steps(run: Run, state: TrainState) -> tuple[Step | None, Step]:
 class Log:
     """The results of steps. They are read only when needed, because reading one waits for the device."""
 
-    def __init__(self, run: Run, first: int):
-        self.metrics = Metrics(run.workdir, first)
-        self._config = run.config
-        self._schedule = make_schedule(run.config.optimizer, run.config.steps)
+    def __init__(self, config: ConfigDict, workdir: Path, first: int):
+        self.metrics = Metrics(workdir, first)
+        self._config = config
+        self._schedule = make_schedule(config.optimizer, config.steps)
         self._unchecked: list[tuple[int, dict]] = []
         self._latest: dict[str, float] = {}
-        self._tokens, self._since = 0.0, time.monotonic()
+        self._tokens, self._since = 0.0, running_time()
 
     @contextlib.contextmanager
     def not_timed(self) -> Iterator[None]:
         """Within it, time does not count for tokens_per_second."""
-        began = time.monotonic()
+        began = running_time()
         yield
-        self._since += time.monotonic() - began
+        self._since += running_time() - began
 
     def add(self, step: int, result: dict[str, jax.Array]) -> None:
         """Stores the result of a step without waiting for it."""
@@ -247,13 +248,13 @@ class Log:
 
     def write(self, step: int) -> dict[str, float]:
         """Writes a line of metrics; returns the values for the progress bar."""
-        now = time.monotonic()
+        now = running_time()
         speed = round(self._tokens / (now - self._since))
         self._tokens, self._since = 0.0, now
         rate = float(self._schedule(step - 1))
         self.metrics.write(step, **self._latest, learning_rate=rate, tokens_per_second=speed)
         shown = "distance" if step <= self._config.teacher.transfer_steps else "loss"
-        return {shown: self._latest[shown], "tokens_per_s": speed}
+        return {shown: self._latest[shown], "learning_rate": rate, "tokens_per_s": speed}
 
 
 def average(run: Run, state: TrainState) -> tuple[TrainState, list[int]]:

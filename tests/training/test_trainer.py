@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -15,6 +16,7 @@ from t2r.errors import InputError
 from t2r.files import exclusive
 from t2r.training import trainer
 from t2r.training.build import build
+from t2r.training.checkpoint import Checkpoints
 from t2r.training.config import load_config
 from t2r.training.metrics import read_metrics
 from t2r.training.optimizer import make_schedule
@@ -268,6 +270,24 @@ def test_more_steps_keep_the_schedule_with_the_period_that_the_error_names(confi
     schedule = make_schedule(cosine_config(config_file, 8, 3).optimizer, 8)
     assert rates[:5] == first and rates == pytest.approx([float(schedule(step)) for step in range(8)])
     assert run(8, 3) == rates
+
+
+def test_tokens_per_second_counts_neither_validation_nor_saving(config_file, tmp_path):
+    log = trainer.Log(load_config(str(config_file)), tmp_path, 0)
+    log.add(1, {"loss": jnp.ones(()), "tokens": jnp.array(1000)})
+    time.sleep(0.05)
+    with log.not_timed():
+        time.sleep(1.0)
+    log.check_finite(Checkpoints(tmp_path / "checkpoints", 1))
+    shown = log.write(1)
+    log.metrics.close()
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert 1000 / 0.9 < line["tokens_per_second"] <= 1000 / 0.05
+    assert shown == {
+        "loss": 1.0,
+        "learning_rate": line["learning_rate"],
+        "tokens_per_s": line["tokens_per_second"],
+    }
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(config_file, tmp_path):
