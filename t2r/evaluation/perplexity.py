@@ -48,6 +48,8 @@ def perplexity(
     half a window has both measures over all its tokens.
     """
     window = _window(model, window)
+    if window < 2:
+        raise InputError(f"window={window} must be at least 2: its second half is scored")
     stream = np.asarray(tokens, np.int32)
     if start is not None:
         stream = np.concatenate([[start], stream])

@@ -227,7 +227,7 @@ def check(config: ConfigDict) -> None:
         ("eval_every", config.eval_every, 0),
         ("checkpoint_every", config.checkpoint_every, 1),
         ("keep_checkpoints", config.keep_checkpoints, 1),
-        ("data.length", data.length, 1),
+        ("data.length", data.length, 2),  # validation scores the second half of each window
         ("data.batch", data.batch, 1),
         ("data.batch_tokens", data.batch_tokens, 1),
         ("data.buckets", data.buckets, 1),

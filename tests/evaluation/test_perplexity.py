@@ -67,6 +67,8 @@ def test_per_word_and_per_byte_count_the_same_bits(model):
 
 
 def test_what_cannot_be_scored_is_refused(model):
+    with pytest.raises(InputError, match="window=1 must be at least 2"):
+        perplexity(model, np.array([1, 2, 3]), window=1)
     with pytest.raises(InputError, match="1 tokens"):
         perplexity(model, np.array([3]), quiet=True)
     learned = make_model(micro(positions="learned", max_positions=32))

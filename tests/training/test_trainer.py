@@ -312,6 +312,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(config_file, tmp_path):
         (["--config.steps=soon"], ["--config.steps=soon"]),
         (["--config.convert.feature_map=t2rr"], ["'t2rr'", "performer"]),
         (["--config.convert.features=-1", "--config.log_every=0"], ["convert.features=-1", "config.log_every=0"]),
+        (["--config.data.length=1"], ["config.data.length=1 must be at least 2"]),
         (["--config.accumulate=3"], ["config.data.batch=4", "config.accumulate=3"]),
         (["--config.data.source=text:/no/such/file"], ["no text file /no/such/file"]),
         (["--config.data.batch=4000"], ["fewer than data.batch=4000"]),
