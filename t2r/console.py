@@ -1,16 +1,20 @@
 """What commands print: progress while they work, a table for people, one line of JSON for programs."""
 
+import contextlib
 import json
 import math
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tqdm import tqdm
 
 _silent = False
+_interrupted = False  # Ctrl-C was pressed
 
 
 def silence() -> None:
@@ -18,6 +22,33 @@ def silence() -> None:
     global _silent
     _silent = True
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process ends
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """In its body, Ctrl-C ends the work for certain: `raise_if_interrupted` raises what a library has swallowed."""
+    global _interrupted
+    if threading.current_thread() is not threading.main_thread():  # Python allows signal handlers there only
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, _interrupt)
+    try:
+        yield
+    finally:
+        _interrupted = False
+        signal.signal(signal.SIGINT, previous)
+
+
+def _interrupt(*_: Any) -> None:
+    global _interrupted
+    _interrupted = True
+    raise KeyboardInterrupt
+
+
+def raise_if_interrupted() -> None:
+    """Raises KeyboardInterrupt after Ctrl-C. Long work calls it between its parts."""
+    if _interrupted:
+        raise KeyboardInterrupt
 
 
 class Progress:
@@ -34,6 +65,7 @@ class Progress:
 
     def advance(self, count: int = 1, **shown: Any) -> None:
         """Counts `count` more items as done; `shown` holds values to print beside the progress until new ones come."""
+        raise_if_interrupted()
         self._done += count
         self._shown = shown or self._shown
         if self._bar is not None:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Int
 
 from t2r.attention.module import State
 from t2r.attention.softmax import KVCache
+from t2r.console import raise_if_interrupted
 from t2r.decode.sampling import Sampling, choose
 from t2r.environment import available_memory, require_memory, total_bytes
 from t2r.errors import InputError
@@ -178,6 +179,7 @@ def generate_tokens(
         count = min(segment, length - first)
         generation, tokens = scan_steps(graph, arrays, generation, count, sampling, end, packed)
         segments.append(np.asarray(tokens).T)
+        raise_if_interrupted()
         if on_tokens is not None:
             on_tokens(segments[-1])
         if bool(generation.done.all()):

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from t2r.training import trainer
 from t2r.training.build import build
 from t2r.training.checkpoint import Checkpoints
 from t2r.training.config import load_config
+from t2r.training.interruptions import quiet_libraries
 from t2r.training.metrics import read_metrics
 from t2r.training.optimizer import make_schedule
 from tests.training.runs import ROOT, command, environment, losses, train
@@ -197,6 +199,29 @@ def test_a_run_survives_sigterm_a_damaged_checkpoint_and_another_mesh(config_fil
     assert lost.returncode == 2 and "no checkpoint in" in lost.stderr, lost.stderr
     assert f"step {stopped + 3}:" in lost.stderr
     assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == before
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_reported_in_one_line(config_file, tmp_path):
+    """Its arrays are read at the same time; what the others report after the first error is of no use."""
+    workdir, steps = tmp_path / "run", ["--config.steps=6", "--config.eval_every=0"]
+    assert train(config_file, workdir, *steps).returncode == 0
+    truncate(workdir / "checkpoints" / "6" / "state" / "ocdbt.process_0" / "d")
+    again = train(config_file, workdir, *steps)
+    assert again.returncode == 0 and "the checkpoint of step 6 is damaged" in again.stderr
+    assert "Event loop" not in again.stderr and len(again.stderr.splitlines()) < 8, again.stderr
+
+
+def test_other_errors_of_threads_are_reported(capsys):
+    def raise_elsewhere():
+        raise RuntimeError("Event loop is closed")
+
+    with quiet_libraries():
+        try:
+            raise_elsewhere()
+        except RuntimeError as error:
+            sys.excepthook(RuntimeError, error, error.__traceback__)
+    assert "RuntimeError: Event loop is closed" in capsys.readouterr().err
 
 
 def truncate(folder):
