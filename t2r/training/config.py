@@ -220,7 +220,6 @@ def check(config: ConfigDict) -> None:
     """Raises one InputError for all invalid values of a config."""
     data, optimizer, problems = config.data, config.optimizer, []
     for name, value, least in [
-        ("seed", config.seed, 0),
         ("steps", config.steps, 1),
         ("accumulate", config.accumulate, 1),
         ("log_every", config.log_every, 1),
@@ -246,6 +245,8 @@ def check(config: ConfigDict) -> None:
     ]:
         if value < least:
             problems.append(f"config.{name}={value} must be at least {least}")
+    if not 0 <= config.seed < 2**32:
+        problems.append(f"config.seed={config.seed} must be from 0 to {2**32 - 1}")
     if not 0 <= config.label_smoothing < 1:
         problems.append(f"config.label_smoothing={config.label_smoothing} must be at least 0 and below 1")
     if not is_pairs(data.source) and data.batch % max(config.accumulate, 1):

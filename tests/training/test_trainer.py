@@ -338,6 +338,17 @@ def test_a_loss_that_is_not_finite_stops_the_run(config_file, tmp_path):
         (["--config.convert.feature_map=t2rr"], ["'t2rr'", "performer"]),
         (["--config.convert.features=-1", "--config.log_every=0"], ["convert.features=-1", "config.log_every=0"]),
         (["--config.data.length=1"], ["config.data.length=1 must be at least 2"]),
+        (["--config.optimizer.b1=2.0"], ["config.optimizer.b1=2.0 must be at least 0 and below 1"]),
+        (
+            ["--config.optimizer.learning_rate=-1.0", "--config.optimizer.min_learning_rate=-0.5"],
+            ["optimizer.learning_rate=-1.0 must be above 0", "optimizer.min_learning_rate=-0.5 must be at least 0"],
+        ),
+        (["--config.optimizer.weight_decay=-0.1"], ["config.optimizer.weight_decay=-0.1 must be at least 0"]),
+        (["--config.optimizer.weight_decay=nan"], ["config.optimizer.weight_decay=nan must be at least 0"]),
+        (["--config.optimizer.period_growth=0.0"], ["config.optimizer.period_growth=0.0 must be above 0"]),
+        (["--config.seed=-1"], ["config.seed=-1 must be from 0 to 4294967295"]),
+        (["--config.seed=18446744073709551616"], ["config.seed=18446744073709551616 must be from 0 to 4294967295"]),
+        (["--config.model.heads=3"], ["width=32 is not a multiple of heads=3: set head_dim"]),
         (["--config.accumulate=3"], ["config.data.batch=4", "config.accumulate=3"]),
         (["--config.data.source=text:/no/such/file"], ["no text file /no/such/file"]),
         (["--config.data.batch=4000"], ["fewer than data.batch=4000"]),
@@ -350,6 +361,20 @@ def test_bad_configs_get_one_clear_error(config_file, tmp_path, call, flags, mes
     for message in messages:
         assert message in printed
     assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_a_work_directory_that_is_a_file_is_refused(config_file, tmp_path, call):
+    (tmp_path / "file").write_text("kept")
+    for workdir in ("file", "file/run"):
+        status, printed = call("train", f"--config={config_file}", f"--workdir={tmp_path}/{workdir}")
+        assert status == 2 and len(printed.splitlines()) == 1
+        assert printed.startswith(f"error: cannot write {tmp_path}/{workdir}: ")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_config_that_is_not_a_python_file_is_refused(text_file, tmp_path, call):
+    status, printed = call("train", f"--config={text_file}", f"--workdir={tmp_path}/run")
+    assert status == 2 and f"{text_file} is not a config" in printed
 
 
 def test_an_error_in_a_config_file_names_the_file(tmp_path, call):
