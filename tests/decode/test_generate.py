@@ -1,5 +1,7 @@
 """Generation does not depend on batching, chunks, or saving in between, for every kind of model."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +12,13 @@ from t2r import environment
 from t2r.benchmark.steps import linear_state_bytes, measure_decoding
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
+from t2r.decode import generate
 from t2r.decode.generate import append_prompts, fork, generate_tokens, prefill, state_bytes
 from t2r.decode.sampling import Sampling, choose
 from t2r.decode.state_file import load_generation, save_generation
+from t2r.decode.text import generate_text
 from t2r.errors import InputError
+from t2r.store.model_dir import LoadedModel
 
 NO_STOP = -1
 # One for each kind of state: a cache; S and z; S and z with a scale; a mixture. Feature maps are tested elsewhere.
@@ -181,6 +186,20 @@ def test_only_memory_that_is_still_needed_is_asked_for(monkeypatch):
             more()
         assert named_length(raised) + used == 49
     generate_tokens(model, generation, 49 - used, end=NO_STOP)
+
+
+def test_the_time_of_a_generation_is_without_compilation(tokenizer, monkeypatch):
+    step = generate.step
+
+    def slow_to_trace(*args):
+        time.sleep(1.0)
+        return step(*args)
+
+    monkeypatch.setattr(generate, "step", slow_to_trace)
+    model = make_model(micro(vocab_size=300, layers=1, adaptive_cutoffs=()))
+    began = time.monotonic()
+    result = generate_text(LoadedModel(model, tokenizer, {}), ["The"], 3)
+    assert time.monotonic() - began > 1.0 > result.seconds > 0
 
 
 def test_bad_prompts_are_refused():
