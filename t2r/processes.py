@@ -21,6 +21,11 @@ from t2r.errors import InputError, Stopped
 EXIT_LOST_PEER = 75
 EXIT_FAILED = 1  # of a process that ends by an error of its own
 
+# Status codes of JAX's runtime: of a process that is gone, and of faults in this one.
+_LOST_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
+_OWN_CODES = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE")
+_LOST_SIGNS = ("Gloo ", "NCCL operation", "coordination service", "Connection closed by peer", "heartbeat")
+
 
 def join(coordinator: str, processes: int, process: int) -> None:
     """Connects to the other processes through `coordinator`, the HOST:PORT of the first one.
@@ -136,9 +141,3 @@ def is_lost_connection(error: BaseException) -> bool:
     if code in _LOST_CODES:
         return True
     return code not in _OWN_CODES and any(sign in message for sign in _LOST_SIGNS)
-
-
-# Status codes of JAX's runtime: of a process that is gone, and of faults in this one.
-_LOST_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
-_OWN_CODES = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE")
-_LOST_SIGNS = ("Gloo ", "NCCL operation", "coordination service", "Connection closed by peer", "heartbeat")

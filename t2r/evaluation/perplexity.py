@@ -71,7 +71,7 @@ def perplexity(
                 elif begin == starts[-1]:  # the remainder after the last non-overlapping window
                     whole[begin + half : begin + window] = loss[half:]
             progress.advance(len(chosen))
-    later = late[~np.isnan(late)] if targets > half else whole
+    later = late[half:] if targets > half else whole
     return Scores(_exp(later.mean()), _exp(whole.mean()), targets, float(whole.sum()))
 
 

@@ -9,6 +9,7 @@ import pytest
 from conftest import make_model, micro, random_tokens
 from t2r.errors import InputError
 from t2r.evaluation.perplexity import bits_per_byte, document_perplexity, per_word, perplexity
+from t2r.model.parameters import arrays_of, with_arrays
 
 MODEL = make_model(micro(layers=1))
 LOG_PROBS = jax.jit(lambda tokens: MODEL.log_probs(MODEL(tokens)[0]))
@@ -57,6 +58,17 @@ def test_documents_are_scored_independently(model):
     assert scores.perplexity == scores.perplexity_all == pytest.approx(math.exp(losses.mean()), rel=1e-4)
     with pytest.raises(InputError, match="without a token"):
         document_perplexity(model, [[]], start=2, window=16, batch=2, quiet=True)
+
+
+def test_a_loss_that_is_not_a_number_is_not_left_out():
+    """Only the last window reads token 7, whose embedding is not a number."""
+    untied = make_model(micro(layers=1, tied_output=False, adaptive_cutoffs=()))
+    arrays = arrays_of(untied)
+    broken = with_arrays(untied, {**arrays, "embedding.table": arrays["embedding.table"].at[7].set(np.nan)})
+    stream = np.array([5] * 60 + [7, 5, 5])
+    assert math.isfinite(perplexity(broken, stream[:60], window=16, quiet=True).perplexity)
+    scores = perplexity(broken, stream, window=16, quiet=True)
+    assert math.isnan(scores.perplexity) and math.isnan(scores.perplexity_all)
 
 
 def test_per_word_and_per_byte_count_the_same_bits(model):
