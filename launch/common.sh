@@ -41,6 +41,13 @@ flag() { # name [default]: prints the value of a flag; without a default the fla
   fi
 }
 
+count_flag() { # name default: `flag`, for a flag that must be a whole number
+  local value
+  value=$(flag "$1" "$2")
+  [[ $value =~ ^[0-9]+$ ]] || fail "--$1=$value is not a whole number"
+  printf %s "$value"
+}
+
 dry() { [ -n "${flag_dry_run:-}" ]; }
 
 run() { # runs a command; with --dry_run only prints it
@@ -64,4 +71,47 @@ quoted() { # prints its arguments quoted for another shell
   local words
   printf -v words '%q ' "$@"
   printf %s "${words% }"
+}
+
+workdir_of() { # the arguments of a t2r command: prints the value of --workdir
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --workdir=*) printf %s "${1#--workdir=}" ;;
+      --workdir) printf %s "${2:-}" ;;
+    esac
+    shift
+  done
+}
+
+newest_step() { # work directory: prints the step of its newest checkpoint; 0 if it has none
+  local path step newest=0
+  for path in "$1"/checkpoints/*; do
+    step=${path##*/}
+    if [[ $step =~ ^[0-9]+$ ]] && [ "$step" -gt "$newest" ]; then newest=$step; fi
+  done
+  echo "$newest"
+}
+
+# Whether a run that ended with a status may be started again:
+#   try_again FILE RETRIES WORKDIR STATUS
+# Yes after 75 (another process was lost) and 134 (JAX ended the process for the same reason), RETRIES times in all; and
+# after 143 (stopped by SIGTERM, and saved). No if there is no newer checkpoint than after the last try: what ended both
+# will end the next one too. FILE remembers the number of retries and that checkpoint's step.
+try_again() {
+  local file=$1 retries=$2 status=$4 step tries=0 before=""
+  step=$(newest_step "$3")
+  [ ! -e "$file" ] || read -r tries before <"$file"
+  case $status in
+    143) ;;
+    75 | 134) tries=$((tries + 1)) ;;
+    *) return 1 ;;
+  esac
+  if [ "$tries" -gt "$retries" ]; then
+    echo "not started again: it was already, $retries times (--retries=$retries); the newest checkpoint is of step $step" >&2
+    return 1
+  elif [ "$step" = "$before" ]; then
+    echo "not started again: the newest checkpoint is still that of step $step, as after the last try" >&2
+    return 1
+  fi
+  echo "$tries $step" >"$file"
 }

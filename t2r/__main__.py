@@ -37,13 +37,17 @@ def main(arguments: list[str]) -> int:
         print(command.__doc__ + "\n" + flags.FLAGS.module_help(command))
         return 0
 
-    from t2r.console import finish
+    from t2r.console import finish, interruptible
     from t2r.errors import InputError, Stopped
 
+    if sys.stdout is None:  # every command's result goes there; Python would drop it in silence
+        print("error: standard output is closed: redirect it to a file, or to /dev/null", file=sys.stderr)
+        return 2
     try:
-        parse_flags(command, arguments)
-        result = command.main()
-        finish(result, command.report_stream() if hasattr(command, "report_stream") else None)
+        with interruptible():
+            parse_flags(command, arguments)
+            result = command.main()
+            finish(result, command.report_stream() if hasattr(command, "report_stream") else None)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -54,8 +58,9 @@ def main(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
-        print("stopped; saved files are intact: run the same command to resume", file=sys.stderr)
-        return 130
+        after = "run the same command to resume" if hasattr(command, "RESUMES") else "no file was written"
+        print(f"\ninterrupted: {after}", file=sys.stderr)
+        return 128 + signal.SIGINT
     return 0
 
 

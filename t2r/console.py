@@ -1,16 +1,20 @@
 """What commands print: progress while they work, a table for people, one line of JSON for programs."""
 
+import contextlib
 import json
 import math
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tqdm import tqdm
 
 _silent = False
+_interrupted = False  # Ctrl-C was pressed
 
 
 def silence() -> None:
@@ -18,6 +22,33 @@ def silence() -> None:
     global _silent
     _silent = True
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process ends
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """In its body, Ctrl-C ends the work for certain: `raise_if_interrupted` raises what a library has swallowed."""
+    global _interrupted
+    if threading.current_thread() is not threading.main_thread():  # Python allows signal handlers there only
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, _interrupt)
+    try:
+        yield
+    finally:
+        _interrupted = False
+        signal.signal(signal.SIGINT, previous)
+
+
+def _interrupt(*_: Any) -> None:
+    global _interrupted
+    _interrupted = True
+    raise KeyboardInterrupt
+
+
+def raise_if_interrupted() -> None:
+    """Raises KeyboardInterrupt after Ctrl-C. Long work calls it between its parts."""
+    if _interrupted:
+        raise KeyboardInterrupt
 
 
 class Progress:
@@ -28,15 +59,17 @@ class Progress:
     def __init__(self, name: str, total: int, done: int = 0, *, quiet: bool = False):
         self._name, self._total, self._done, self._first = name, total, done, done
         self._start = self._last_line = time.monotonic()
-        self._quiet = quiet or _silent
+        self._quiet, self._shown = quiet or _silent, {}
         terminal = sys.stderr.isatty() and not self._quiet
         self._bar = tqdm(total=total, initial=done, desc=name, dynamic_ncols=True) if terminal else None
 
     def advance(self, count: int = 1, **shown: Any) -> None:
-        """Counts `count` more items as done; `shown` holds values to print beside the progress."""
+        """Counts `count` more items as done; `shown` holds values to print beside the progress until new ones come."""
+        raise_if_interrupted()
         self._done += count
+        self._shown = shown or self._shown
         if self._bar is not None:
-            self._bar.set_postfix({name: short(value) for name, value in shown.items()}, refresh=False)
+            self._bar.set_postfix({name: short(value) for name, value in self._shown.items()}, refresh=False)
             self._bar.update(count)
             return
         now = time.monotonic()
@@ -45,7 +78,7 @@ class Progress:
         if now - self._last_line >= self.seconds_between_lines or self._done >= self._total:
             self._last_line = now
             left = (now - self._start) / max(self._done - self._first, 1) * (self._total - self._done)
-            values = "".join(f", {name} {short(value)}" for name, value in shown.items())
+            values = "".join(f", {name} {short(value)}" for name, value in self._shown.items())
             self.say(f"{self._name} {self._done}/{self._total}{values}, {left:.0f} s left")
 
     def say(self, line: str) -> None:

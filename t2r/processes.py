@@ -19,6 +19,12 @@ from t2r.errors import InputError, Stopped
 
 # The exit status of a process that ends because another one did: EX_TEMPFAIL, which schedulers take as "try again".
 EXIT_LOST_PEER = 75
+EXIT_FAILED = 1  # of a process that ends by an error of its own
+
+# Status codes of JAX's runtime: of a process that is gone, and of faults in this one.
+_LOST_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
+_OWN_CODES = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE")
+_LOST_SIGNS = ("Gloo ", "NCCL operation", "coordination service", "Connection closed by peer", "heartbeat")
 
 
 def join(coordinator: str, processes: int, process: int) -> None:
@@ -91,7 +97,9 @@ def gather(array: jax.Array) -> np.ndarray:
 def exit_together() -> Iterator[None]:
     """In its body, a process that fails exits at once, so that the others notice and exit too, with a message.
 
-    A normal exit would hang: jax.distributed waits at exit for the other processes, which wait for this one.
+    A normal exit would hang: jax.distributed waits at exit for the other processes, which wait for this one. The status
+    tells whose fault it was: EXIT_LOST_PEER if the connection to another process was lost; otherwise this process's
+    own, 2 for bad input and 1, with a traceback, for all else.
     """
     try:
         yield
@@ -100,22 +108,36 @@ def exit_together() -> Iterator[None]:
     except BaseException as error:
         if not is_distributed():
             raise
-        name = f"process {jax.process_index()} of {jax.process_count()}"
-        if isinstance(error, InputError):
-            print(f"{name}: error: {error}", file=sys.stderr, flush=True)
-            os._exit(2)
-        if not _is_lost_connection(error):
+        status, message = _explain(error)
+        if status == EXIT_FAILED:
             traceback.print_exc()
-        reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
-        print(
-            f"{name} has lost another one and exits ({reason}). Saved checkpoints are intact: start the same command "
-            "in all processes again to resume",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(EXIT_LOST_PEER)
+        name = f"process {jax.process_index()} of {jax.process_count()}"
+        print(f"{name}{message}", file=sys.stderr, flush=True)
+        os._exit(status)
 
 
-def _is_lost_connection(error: BaseException) -> bool:
-    signs = ("Gloo", "NCCL", "Connection", "connection", "UNAVAILABLE", "coordination", "heartbeat", "DEADLINE")
-    return isinstance(error, (RuntimeError, ValueError)) and any(sign in str(error) for sign in signs)
+def _explain(error: BaseException) -> tuple[int, str]:
+    """(the exit status of a process that this error ends, the message that follows the process's name)."""
+    if isinstance(error, InputError):
+        return 2, f": error: {error}"
+    reason = next(iter(str(error).splitlines()), "")[:300] or type(error).__name__
+    intact = "Saved checkpoints are intact"
+    if is_lost_connection(error):
+        again = "start the same command in all processes again to resume"
+        return EXIT_LOST_PEER, f" has lost another one and exits ({reason}). {intact}: {again}"
+    return EXIT_FAILED, f" has failed ({type(error).__name__}: {reason}) and ends the run. {intact}"
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error of JAX's runtime says that another process has gone or does not answer.
+
+    The runtime's messages begin with a status code or name the library that moves the data. Errors of other types, and
+    of this process's own device, may have the same words in their text.
+    """
+    if type(error) not in (RuntimeError, ValueError, jax.errors.JaxRuntimeError):
+        return False
+    message = str(error)
+    code = message.partition(":")[0]
+    if code in _LOST_CODES:
+        return True
+    return code not in _OWN_CODES and any(sign in message for sign in _LOST_SIGNS)

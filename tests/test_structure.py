@@ -14,6 +14,7 @@ import pytest
 from t2r import kernels
 from t2r.attention import linear
 from t2r.attention.feature_map import T2R, Features
+from t2r.kernels import support
 from tests.conftest import error
 
 ROOT = Path(__file__).parents[1]
@@ -115,7 +116,7 @@ def test_where_jax_lacks_what_a_kernel_needs_the_plain_form_is_used(monkeypatch,
         raise ImportError(f"no module {name}")
 
     monkeypatch.setattr(kernels, "importlib", SimpleNamespace(import_module=missing))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(support, "this_device", lambda: support.Device("gpu", "NVIDIA H200", (9, 0)))
     kernels.load.cache_clear()
     q, k = (jax.nn.relu(jax.random.normal(jax.random.key(i), (2, 160, 2, 16), jnp.bfloat16)) for i in range(2))
     v = jax.random.normal(jax.random.key(2), (2, 160, 2, 16), jnp.bfloat16)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from t2r.attention.causal import drop_weights, query_blocks
 from t2r.batch import pad_length
 from t2r.kernels import load as load_kernels
-from t2r.kernels.support import kernel_platform
+from t2r.kernels.support import has_flash_attention, kernel_platform
 
 KERNEL_LENGTH = 128  # kernels are used for longer sequences only
 MASKED_LOGIT = -1e30  # finite: with −∞ a query whose keys are all masked (padding) would give NaN
@@ -120,11 +120,6 @@ def causal_attend(
         dropout_options = dict(offset=first, length=length, dropout=dropout, key=key)
         outs.append(attend(block_q, block_k, block_v, block_allowed, scale, **dropout_options))
     return outs[0] if len(outs) == 1 else jnp.concatenate(outs, 1)
-
-
-def has_flash_attention(q: Array) -> bool:
-    """Whether cuDNN's flash attention, which never stores the weights, takes these queries. It has no dropout."""
-    return jax.default_backend() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0
 
 
 def _flash_attention(q: Array, k: Array, v: Array, scale: float) -> Float[Array, "b n g r d"]:

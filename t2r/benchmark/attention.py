@@ -25,6 +25,7 @@ from t2r.benchmark.shared import (
 from t2r.console import say, table
 from t2r.environment import total_bytes
 from t2r.errors import raise_all
+from t2r.kernels.support import has_flash_attention
 
 FORWARD, BOTH = "forward", "forward and backward"
 
@@ -59,7 +60,7 @@ def _linear(form: Callable, q: jax.Array, k: jax.Array, v: jax.Array, **dropout_
 
 def _flash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """jax.nn.dot_product_attention; on GPU with cuDNN's kernel."""
-    kernel = "cudnn" if softmax.has_flash_attention(q) else None
+    kernel = "cudnn" if has_flash_attention(q) else None
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
 
 

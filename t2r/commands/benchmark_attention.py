@@ -18,6 +18,8 @@ from absl import flags
 
 from t2r.commands import _benchmark as shared
 
+RESUMES = True  # after an interruption
+
 _OUTPUT = shared.define_output()
 _LENGTHS = flags.DEFINE_list("lengths", shared.LENGTHS, "Sequence lengths in tokens.")
 _TOKENS = flags.DEFINE_integer("tokens", 65_536, "Tokens in a batch: batch size times sequence length.", lower_bound=1)

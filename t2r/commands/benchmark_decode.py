@@ -25,6 +25,8 @@ from absl import flags
 
 from t2r.commands import _benchmark as shared
 
+RESUMES = True  # after an interruption
+
 _MODELS, _TOPOLOGY, _OUTPUT = shared.define_models(), shared.define_topology(), shared.define_output()
 _STEPS = flags.DEFINE_integer("steps", 256, "Timed steps in each repetition.", lower_bound=1)
 _WHOLE = flags.DEFINE_bool("whole", False, "Time all steps of a generation.")

@@ -15,6 +15,8 @@ from typing import Any
 
 from t2r.commands import _benchmark as shared
 
+RESUMES = True  # after an interruption
+
 _MODELS, _TOPOLOGY, _OUTPUT = shared.define_models(), shared.define_topology(), shared.define_output()
 
 

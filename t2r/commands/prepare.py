@@ -13,6 +13,8 @@ from typing import Any
 
 from absl import flags
 
+RESUMES = True  # after an interruption
+
 _NAME = flags.DEFINE_string("name", None, "Dataset: wikitext103, sentence_pairs/en-de, or one of TFDS.", required=True)
 _FILES = flags.DEFINE_string("files", None, "Folder with local copies of the original files.")
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Directory of datasets; default: $TFDS_DATA_DIR, or data/tfds.")

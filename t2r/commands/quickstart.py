@@ -10,6 +10,8 @@ from typing import Any
 
 from absl import flags
 
+RESUMES = True  # after an interruption
+
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Directory for all outputs.")
 _DATA = flags.DEFINE_string(
     "data", None, "Text to finetune and test on: builtin:NAME or text:FILE; default: builtin:pydoc."

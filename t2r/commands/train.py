@@ -18,6 +18,8 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
+RESUMES = True  # after an interruption
+
 _CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file, with an optional :VARIANT.")
 _COORDINATOR = flags.DEFINE_string(
     "coordinator", "", "HOST:PORT of process 0, which must be free there; auto: on TPU slices, SLURM and GKE."

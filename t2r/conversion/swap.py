@@ -1,6 +1,7 @@
 """The first step of conversion: softmax attention is replaced by linear attention, and nothing else changes (§2.2)."""
 
 import dataclasses
+from collections import Counter
 
 from flax import nnx
 
@@ -11,6 +12,7 @@ from t2r.attention.module import (
     make_feature_map,
     make_mixture,
 )
+from t2r.environment import require_memory, total_bytes
 from t2r.errors import InputError, raise_all
 from t2r.model.config import AttentionSpec
 from t2r.model.transformer import LanguageModel, make_attention
@@ -65,20 +67,44 @@ def swap(
         raise InputError(f"cross_keep={cross_keep!r}: a language model has no cross attention")
     kept = {"attention": layers_to_keep(keep, len(model.blocks))}
     kept["cross"] = kept["attention"] if cross_keep is None else layers_to_keep(cross_keep, len(model.blocks))
+    specs = {name: list(getattr(config, SPECS[name])) for name in new_specs}
+    chosen = [
+        (layer, name)
+        for layer in range(config.layers)
+        for name in new_specs
+        if layer not in kept[name] and specs[name][layer].kind == "softmax"
+    ]
+    check_memory(model, [(name, new_specs[name]) for _, name in chosen])
     model = nnx.merge(*nnx.split(model))  # a new object that shares the arrays
     rngs = nnx.Rngs(seed)
-    specs = {name: list(getattr(config, SPECS[name])) for name in new_specs}
-    for layer, block in enumerate(model.blocks):
-        for name, spec in new_specs.items():
-            if layer not in kept[name] and specs[name][layer].kind == "softmax":
-                setattr(block, name, linearize(getattr(block, name), spec, rngs=rngs))
-                specs[name][layer] = dataclasses.replace(spec, rope_theta=specs[name][layer].rope_theta)
+    for layer, name in chosen:
+        block, spec = model.blocks[layer], new_specs[name]
+        setattr(block, name, linearize(getattr(block, name), spec, rngs=rngs))
+        changes = {field: getattr(spec, field) for field in ("kind", "feature_map", "features", "window", "sinks")}
+        specs[name][layer] = dataclasses.replace(specs[name][layer], **changes)
     model.config = dataclasses.replace(config, **{SPECS[name]: tuple(specs[name]) for name in specs})
     if model.config == config:
         raise InputError(
             f"nothing to swap: keep={keep!r} leaves no softmax attention to swap in {config.layers} layers"
         )
     return model
+
+
+def check_memory(model: LanguageModel, swapped: list[tuple[str, AttentionSpec]]) -> None:
+    """Raises an error, before anything is computed, if the new feature maps do not fit into free memory.
+
+    `swapped` has the name and the new spec of each attention.
+    """
+
+    def map_bytes(name: str, spec: AttentionSpec) -> int:
+        shape = getattr(model.blocks[0], name).shape
+        make = lambda: make_feature_map(shape, spec.feature_map, spec.features, rngs=nnx.Rngs(0))  # noqa: E731
+        return total_bytes(nnx.state(nnx.eval_shape(make)))
+
+    counts = Counter(swapped)
+    sizes = " and ".join(f"{count} feature maps of {spec.features} features" for (_, spec), count in counts.items())
+    needed = sum(count * map_bytes(*both) for both, count in counts.items())
+    require_memory(needed, f"a conversion to {sizes}", lambda free: "choose fewer features")
 
 
 def linearize(

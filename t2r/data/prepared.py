@@ -59,7 +59,8 @@ def prepare_tokenizers(
             chosen = range(0, len(pairs), -(-len(pairs) // TOKENIZER_PAIRS))
             columns = {"source": [0], "target": [1], "joint": [0, 1]}[side]
             text = "\n".join(pairs[index][column] for index in chosen for column in columns)
-            train_tokenizer(kind, text, size, sentences=True).save(folder)
+            field = "data.source_vocab_size" if side == "source" else "data.vocab_size"
+            train_tokenizer(kind, text, size, sentences=True, field=field).save(folder)
 
         return load_tokenizer(cached_directory(workdir, "tokenizer", f"{spec} {split} {kind} {size} {side}", fill))
 

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, SupportsIndex, runtime_checkable
+from typing import Any, NamedTuple, Protocol, SupportsIndex, runtime_checkable
 
 import sentencepiece
 
@@ -60,11 +60,13 @@ class SentencePiece:
         self.begins, self.end = begin is not None, self.stop if begin is None else begin
 
     @classmethod
-    def train(cls, text: str, vocab_size: int, *, sentences: bool = False) -> "SentencePiece":
+    def train(
+        cls, text: str, vocab_size: int, *, sentences: bool = False, field: str = "data.vocab_size"
+    ) -> "SentencePiece":
         """Trains byte-pair subwords. Ids are in order of falling frequency, which adaptive embeddings need.
 
         With `sentences`, one per line, sentencepiece's defaults hold: a space is put before the first word, extra
-        white space is dropped.
+        white space is dropped. `field` is the field of the config that errors name.
         """
         model = io.BytesIO()
         preserve_white_space = dict(
@@ -88,9 +90,10 @@ class SentencePiece:
                 **({} if sentences else preserve_white_space),
             )
         except RuntimeError as error:
+            reason = " ".join(str(error).split())
             raise InputError(
-                f"sentencepiece could not train {vocab_size} subwords on {len(text):,} characters: change "
-                f"data.vocab_size ({' '.join(str(error).split())})"
+                f"sentencepiece could not train {vocab_size} subwords on {len(text):,} characters: "
+                + _size_advice(reason, field)
             ) from None
         return cls(model.getvalue())
 
@@ -114,6 +117,15 @@ class SentencePiece:
             (folder / self.ids_file).write_text(json.dumps({"begin": self._begin}) + "\n")
 
 
+def _size_advice(reason: str, field: str) -> str:
+    """How to change the vocabulary size, from sentencepiece's message about it."""
+    if most := re.search(r"too high .* <= (\d+)", reason):
+        return f"the text has no more than {most[1]}; set --config.{field}={most[1]} or less, or give more text"
+    if least := re.search(r"smaller than required_chars. \d+ vs (\d+)", reason):
+        return f"bytes and characters alone are {least[1]}; set --config.{field}={least[1]} or more"
+    return f"change --config.{field}, or the text ({reason})"
+
+
 class Words:
     """Words separated by spaces, `<unk>` for unknown ones and `<eos>` at each line end, as WikiText is scored."""
 
@@ -130,8 +142,8 @@ class Words:
         self.start = self.end
 
     @classmethod
-    def train(cls, text: str, vocab_size: int, *, sentences: bool = False) -> "Words":
-        """The `vocab_size` most frequent words (0: all), in order of falling frequency; `sentences` has no effect."""
+    def train(cls, text: str, vocab_size: int, **_: Any) -> "Words":
+        """The `vocab_size` most frequent words (0: all), in order of falling frequency."""
         counts = Counter(text.split())
         counts["<eos>"] += text.count("\n")
         counts["<unk>"] += 1
@@ -339,11 +351,11 @@ LEARNED = {kind.kind: kind for kind in (SentencePiece, Words)}
 KINDS = (*LEARNED.values(), FairseqWords, FairseqSubwords, Hub, Pieces)
 
 
-def train_tokenizer(kind: str, text: str, vocab_size: int, *, sentences: bool = False) -> Tokenizer:
-    """A tokenizer of this kind, trained on a text."""
+def train_tokenizer(kind: str, text: str, vocab_size: int, **options: Any) -> Tokenizer:
+    """A tokenizer of this kind, trained on a text; `options` are those of `SentencePiece.train`."""
     if kind not in LEARNED:
         raise InputError(f"unknown tokenizer {kind!r}: choose one of {', '.join(LEARNED)}")
-    return LEARNED[kind].train(text, vocab_size, sentences=sentences)
+    return LEARNED[kind].train(text, vocab_size, **options)
 
 
 def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from t2r.batch import PADDING, Batch, pad_sequences
+from t2r.decode.generate import state_bytes
+from t2r.environment import require_memory
 from t2r.errors import raise_all
 from t2r.model.loss import source_states, token_losses
 from t2r.model.transformer import DecodeState, Seq2Seq, check_length
@@ -105,6 +107,7 @@ def translate(
         limits = [min(limit, model.config.max_positions - len(prefix)) for limit in limits]
     # From the padded width, not the lengths, so that batches of one width share a compiled program.
     capacity = max(default_limit(sources.shape[1]), *limits) + 1
+    check_memory(model, len(sources), capacity + len(prefix) - 1, beam)
     graph, arrays = nnx.split(model)
     special = Special(prefix, end, tuple(sorted({prefix[0], padding} - {end, None})))
     outputs = _search(graph, arrays, sources, np.asarray(limits, np.int32), capacity, special, beam)
@@ -117,6 +120,17 @@ def translate(
         ]
         for i in range(len(sources))
     ]
+
+
+def check_memory(model: Seq2Seq, batch: int, length: int, beam: Beam) -> None:
+    """Raises an error, before anything is computed, if the search does not fit into free memory."""
+    beams = batch * beam.size
+    # Twice the state: a step reorders the beams from one copy into another. And the log-probabilities in float32.
+    needed = 2 * state_bytes(model, beams, length) + 4 * beams * model.config.vocab_size
+    what = f"a search with beam={beam.size} for {batch} sentences of up to {length:,} tokens"
+    fits = lambda free: max(batch * free // needed, 1)  # noqa: E731
+    require_memory(needed, what, lambda free: f"reduce the beam, translate at most {fits(free):,} sentences at a time "
+                                              "(batch), or split long lines")  # fmt: skip
 
 
 def default_limit(source_length: int) -> int:

@@ -11,8 +11,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from t2r.attention.module import State
+from t2r.attention.softmax import KVCache
+from t2r.console import raise_if_interrupted
 from t2r.decode.sampling import Sampling, choose
-from t2r.environment import available_memory, total_bytes
+from t2r.environment import available_memory, require_memory, total_bytes
 from t2r.errors import InputError
 from t2r.kernels import load as load_kernels
 from t2r.kernels.decoding import support as kernel_support
@@ -71,7 +73,7 @@ def append_prompts(
 ) -> Generation:
     """Appends a prompt to each sequence, as if its tokens had been generated."""
     sequences = [[int(last), *prompt] for last, prompt in zip(generation.last, prompts)]
-    state = grow(generation.state, max(map(len, sequences)))
+    state = grow_checked(generation.state, max(map(len, sequences)))
     state = _prefill_in_chunks(model, state, sequences, chunk)
     return generation._replace(state=state, last=_last(sequences), done=jnp.zeros_like(generation.done))
 
@@ -170,14 +172,14 @@ def generate_tokens(
     `generation` are donated: to continue from it twice, `fork` it first.
     """
     check_length(model.config, int(generation.state.position.max()) + length)
-    check_memory(model, len(generation.done), int(generation.state.position.max()) + length)
-    generation = generation._replace(state=grow(generation.state, length))
+    generation = generation._replace(state=grow_checked(generation.state, length))
     graph, arrays = nnx.split(model)
     packed, segments = packed_weights(model, len(generation.done)), []
     for first in range(0, length, segment):
         count = min(segment, length - first)
         generation, tokens = scan_steps(graph, arrays, generation, count, sampling, end, packed)
         segments.append(np.asarray(tokens).T)
+        raise_if_interrupted()
         if on_tokens is not None:
             on_tokens(segments[-1])
         if bool(generation.done.all()):
@@ -197,15 +199,30 @@ def fork(generation: Generation, copies: int) -> Generation:
 
 def check_memory(model: LanguageModel, batch: int, length: int) -> None:
     """Raises an error, before anything is computed, if a state of this size does not fit into free memory."""
-    free = available_memory()
     needed = state_bytes(model, batch, length)
-    if free is not None and needed > free:
+
+    def advice(free: int) -> str:
         growth = needed - state_bytes(model, batch, 1)
-        fits = int((free - (needed - growth)) / growth * length) if growth else 0
-        raise InputError(
-            f"the state of {batch} sequences of {length:,} tokens needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} "
-            f"GiB are free: generate at most {max(fits, 0):,} tokens, reduce the batch, or convert the softmax layers"
-        )
+        return _advice(int((free - (needed - growth)) / growth * length) if growth else 0)
+
+    require_memory(needed, f"the state of {batch} sequences of {length:,} tokens", advice)
+
+
+def grow_checked(state: DecodeState, extra: int) -> DecodeState:
+    """`grow`, after the check that the larger caches fit; those that they replace exist until they are filled."""
+    small = [
+        layer for layer in state.layers if isinstance(layer, KVCache) and layer.valid.shape[1] < layer.index + extra
+    ]
+    if small:
+        used, capacity = int(small[0].index), small[0].valid.shape[1]
+        token_bytes = total_bytes(small) / capacity
+        what = f"the state of {len(small[0].valid)} sequences of {used + extra:,} tokens"
+        require_memory(round(token_bytes * (used + extra)), what, lambda free: _advice(int(free / token_bytes) - used))
+    return grow(state, extra)
+
+
+def _advice(tokens: int) -> str:
+    return f"generate at most {max(tokens, 0):,} tokens, reduce the batch, or convert the softmax layers"
 
 
 def state_bytes(model: LanguageModel, batch: int, length: int) -> int:

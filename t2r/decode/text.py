@@ -1,6 +1,5 @@
 """Text generation from prompts, one or a batch: what `t2r generate` does."""
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +8,7 @@ from t2r.data.tokenizer import Tokenizer, prompt_ids, stop_ids
 from t2r.decode.generate import Generation, append_prompts, generate_tokens, prefill, truncate_at_stop
 from t2r.decode.sampling import Sampling
 from t2r.decode.state_file import load_generation, save_generation
+from t2r.environment import running_time
 from t2r.errors import InputError
 from t2r.store.model_dir import LoadedModel
 
@@ -21,7 +21,7 @@ class GeneratedText(NamedTuple):
 
     texts: list[str]
     tokens: int  # of all texts together
-    seconds: float
+    seconds: float  # of generation, without reading the prompts and without compiling
     generation: Generation  # to continue from
 
 
@@ -52,7 +52,7 @@ def generate_text(
     stops = stop_ids(tokenizer)
     single = len(generation.done) == 1
     stream = TextStream(tokenizer, stops, on_text) if single and on_text else None
-    began = time.perf_counter()
+    began = running_time()
     generation, sequences = generate_tokens(
         model,
         generation,
@@ -62,7 +62,7 @@ def generate_text(
         on_tokens=stream,
         segment=STREAMED_SEGMENT if stream else SEGMENT,
     )
-    seconds = time.perf_counter() - began
+    seconds = running_time() - began
     if stream:
         stream.close()
     if save_state:

@@ -48,6 +48,8 @@ def perplexity(
     half a window has both measures over all its tokens.
     """
     window = _window(model, window)
+    if window < 2:
+        raise InputError(f"window={window} must be at least 2: its second half is scored")
     stream = np.asarray(tokens, np.int32)
     if start is not None:
         stream = np.concatenate([[start], stream])
@@ -69,7 +71,7 @@ def perplexity(
                 elif begin == starts[-1]:  # the remainder after the last non-overlapping window
                     whole[begin + half : begin + window] = loss[half:]
             progress.advance(len(chosen))
-    later = late[~np.isnan(late)] if targets > half else whole
+    later = late[half:] if targets > half else whole
     return Scores(_exp(later.mean()), _exp(whole.mean()), targets, float(whole.sum()))
 
 

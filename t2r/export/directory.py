@@ -148,6 +148,8 @@ def example(tokenizer: Tokenizer | TokenizerPair) -> str:
     translates = isinstance(tokenizer, TokenizerPair)
     kind = tokenizer.target.kind if translates else tokenizer.kind
     program = (EXAMPLES / f"{'translation' if translates else 'language_model'}.py").read_text("utf-8")
-    lines = (EXAMPLES / f"tokenizer_{kind}.py").read_text("utf-8").removeprefix("import json\n\n")  # the program has it
+    lines = (
+        (EXAMPLES / f"tokenizer_{kind}.py").read_text("utf-8").removeprefix("import json\n").lstrip()
+    )  # the program has it
     between = "" if lines.startswith("from") else "\n\n"
     return program.replace("from tokenizer_sentencepiece import tokenizer\n", f"{between}{lines}\n")

@@ -8,7 +8,14 @@ from t2r.export.functions import Function, softmax_layers
 from t2r.export.names import ranges, state_rows, weight_rows
 from t2r.model.config import ModelConfig
 
-LIBRARIES = {"sentencepiece": ", `sentencepiece`", "pieces": ", `sentencepiece`", "hub": ", `tokenizers`", "word": ""}
+LIBRARIES = {
+    "sentencepiece": ", `sentencepiece`",
+    "pieces": ", `sentencepiece`",
+    "hub": ", `tokenizers`",
+    "word": "",
+    "fairseq_word": "",
+    "fairseq_subword": ", `sacremoses`",
+}
 
 PAGE = """# {name}
 

@@ -16,7 +16,8 @@ from t2r.model.config import PRESETS, RUNTIME_FIELDS, ModelConfig, preset
 
 SHIPPED = Path(__file__).parents[1] / "configs"
 
-# Fields that may change when a run is resumed: they do not change the computation of a step.
+# Fields that may change when a run is resumed: they do not change the computation of a step. (`steps` would, through a
+# schedule that spans all of them: see `check_same_run`.)
 MAY_CHANGE = (
     "steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "average_checkpoints", "mesh",
     "init_preset",
@@ -244,14 +245,13 @@ def check(config: ConfigDict) -> None:
     """Raises one InputError for all invalid values of a config."""
     data, optimizer, problems = config.data, config.optimizer, []
     for name, value, least in [
-        ("seed", config.seed, 0),
         ("steps", config.steps, 1),
         ("accumulate", config.accumulate, 1),
         ("log_every", config.log_every, 1),
         ("eval_every", config.eval_every, 0),
         ("checkpoint_every", config.checkpoint_every, 1),
         ("keep_checkpoints", config.keep_checkpoints, 1),
-        ("data.length", data.length, 1),
+        ("data.length", data.length, 2),  # validation scores the second half of each window
         ("data.batch", data.batch, 1),
         ("data.batch_tokens", data.batch_tokens, 1),
         ("data.buckets", data.buckets, 1),
@@ -274,6 +274,8 @@ def check(config: ConfigDict) -> None:
     ]:
         if value < least:
             problems.append(f"config.{name}={value} must be at least {least}")
+    if not 0 <= config.seed < 2**32:
+        problems.append(f"config.seed={config.seed} must be from 0 to {2**32 - 1}")
     if not 0 <= config.label_smoothing < 1:
         problems.append(f"config.label_smoothing={config.label_smoothing} must be at least 0 and below 1")
     if not is_pairs(data.source) and data.batch % max(config.accumulate, 1):

@@ -5,10 +5,12 @@ import errno
 import logging
 import shutil
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 
 from t2r import processes
 from t2r.errors import InputError
@@ -60,23 +62,38 @@ def _is_full_disk(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Silences orbax's log lines about each phase of a save, and all but one report of a failed save."""
+    """Silences orbax's log lines about each phase of a save, and all but one report of a failed save or restore."""
     levels = {"absl": logging.ERROR, "asyncio": logging.CRITICAL}
     previous_levels = {name: logging.getLogger(name).level for name in levels}
-    previous_hook = threading.excepthook
+    previous_hook, previous_thread_hook = sys.excepthook, threading.excepthook
 
     def report_once(failure: threading.ExceptHookArgs) -> None:
         # Orbax raises an error of its threads again in the thread that waits for the result.
         modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(failure.exc_traceback))
         if not any(name.startswith("orbax.") for name in modules):
-            previous_hook(failure)
+            previous_thread_hook(failure)
+
+    def report_results(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not _is_late_result(error, trace):
+            previous_hook(kind, error, trace)
 
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
-    threading.excepthook = report_once
+    sys.excepthook, threading.excepthook = report_results, report_once
     try:
         yield
     finally:
-        threading.excepthook = previous_hook
+        sys.excepthook, threading.excepthook = previous_hook, previous_thread_hook
         for name, level in previous_levels.items():
             logging.getLogger(name).setLevel(level)
+
+
+def _is_late_result(error: BaseException, trace: TracebackType | None) -> bool:
+    """Whether an array of a checkpoint was read after orbax gave up on the checkpoint, because another is damaged.
+
+    Each such array is delivered to an event loop that is closed by then, and tensorstore reports that by itself.
+    """
+    functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(trace)]
+    return (
+        isinstance(error, RuntimeError) and "loop is closed" in str(error) and functions[:1] == ["call_soon_threadsafe"]
+    )

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from t2r import environment, processes
 from t2r.console import Progress, say
+from t2r.environment import running_time
 from t2r.errors import InputError, Stopped, raise_all
 from t2r.files import exclusive, read_json
 from t2r.layout import shardings
@@ -27,6 +28,7 @@ from t2r.training.checkpoint import Checkpoints
 from t2r.training.config import MAY_CHANGE, check
 from t2r.training.interruptions import full_disk_explained, quiet_libraries, stop_requests
 from t2r.training.metrics import Metrics, read_metrics
+from t2r.training.optimizer import make_schedule
 from t2r.training.sharding import batch_ways, load_batch, make_mesh, place
 from t2r.training.stages import Stages, make_stages
 from t2r.training.step import TrainState, init_state, make_step
@@ -65,7 +67,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     with alone, quiet_libraries():
         checkpoints = Checkpoints(workdir / "checkpoints", max(config.keep_checkpoints, config.average_checkpoints))
         if checkpoints.latest is not None:
-            check_same_run(config, workdir)
+            check_same_run(config, workdir, checkpoints.latest)
         with full_disk_explained(workdir, checkpoints):
             return run_to_the_end(config, workdir, checkpoints)
 
@@ -81,17 +83,42 @@ def run_to_the_end(config: ConfigDict, workdir: Path, checkpoints: Checkpoints) 
     return save_model(run, state, {"checkpoints": averaged}, began)
 
 
-def check_same_run(config: ConfigDict, workdir: Path) -> None:
-    """Raises an InputError if the run in `workdir` has another config, apart from the fields in MAY_CHANGE."""
-    before, now = (
-        read_json(workdir / "config.json", "move the work directory away to start over"),
-        json.loads(config.to_json()),
-    )
-    changed = [name for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
+def check_same_run(config: ConfigDict, workdir: Path, step: int) -> None:
+    """Raises an InputError if the run in `workdir`, now at `step`, has another config, apart from MAY_CHANGE."""
+    file = read_json(workdir / "config.json", "move the work directory away to start over")
+    before, now = flat(file), flat(json.loads(config.to_json()))
+    changed = [name for name in {**now, **before} if before.get(name, ABSENT) != now.get(name, ABSENT)]
     raise_all(
         f"{workdir} holds a run with another config (choose another workdir, or remove it):",
-        [f"config.{name} was {before.get(name)}, is {now[name]}" for name in changed],
+        [
+            f"config.{name} was {before.get(name, ABSENT)}, is {now.get(name, ABSENT)}"
+            for name in changed
+            if name.partition(".")[0] not in MAY_CHANGE and not (name == "optimizer.period" and before.get(name) == 0)
+        ],
     )
+    fields = config.optimizer
+    if "steps" in changed and fields.schedule == "cosine_cycles" and not fields.period:
+        both = [steps - config.transfer.steps for steps in (before["steps"], config.steps)]  # transfer has its own
+        old, new = (max(steps - fields.warmup_steps, 1) for steps in both)
+        rates = [float(make_schedule(fields, steps)(max(step - config.transfer.steps, 0))) for steps in both]
+        raise InputError(
+            f"config.steps was {before['steps']}, is {config.steps}: with config.optimizer.period=0 the cosine "
+            f"schedule spans all steps, so the learning rate after step {step} would be {rates[1]:.3g} instead of "
+            f"{rates[0]:.3g}. Set --config.optimizer.period={old} to keep the run's schedule, after which a new cycle "
+            f"begins, or --config.optimizer.period={new} to span {config.steps} steps from now on; or choose "
+            "another workdir"
+        )
+
+
+ABSENT = "absent"  # a field that a config does not have
+
+
+def flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{dotted name: value} of the fields of a config, such as `optimizer.learning_rate`."""
+    result = {}
+    for name, value in fields.items():
+        result |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return result
 
 
 def set_up(
@@ -136,7 +163,7 @@ def restore(run: Run, state: TrainState, batches: grain.DatasetIterator) -> Trai
 def run_steps(run: Run, state: TrainState, batches: grain.DatasetIterator) -> TrainState:
     """Runs the remaining steps; logs, validates and saves checkpoints at the intervals of the config."""
     config, checkpoints, first = run.config, run.checkpoints, int(state.step)
-    log, stage, one_step = Log(run, first), None, None
+    log, stage, one_step = Log(config, run.workdir, run.stages, first), None, None
 
     with Progress("train", config.steps, first) as progress, stop_requests() as stop_requested:
         for step in range(first + 1, config.steps + 1):
@@ -173,20 +200,19 @@ def run_steps(run: Run, state: TrainState, batches: grain.DatasetIterator) -> Tr
 class Log:
     """The results of steps. They are read only when needed, because reading one waits for the device."""
 
-    def __init__(self, run: Run, first: int):
-        self.metrics = Metrics(run.workdir, first)
-        self._config = run.config
-        self._stages = run.stages
+    def __init__(self, config: ConfigDict, workdir: Path, stages: Stages, first: int):
+        self.metrics = Metrics(workdir, first)
+        self._config, self._stages = config, stages
         self._unchecked: list[tuple[int, dict]] = []
         self._latest: dict[str, float] = {}
-        self._tokens, self._since = 0.0, time.monotonic()
+        self._tokens, self._since = 0.0, running_time()
 
     @contextlib.contextmanager
     def not_timed(self) -> Iterator[None]:
         """Within it, time does not count for tokens_per_second."""
-        began = time.monotonic()
+        began = running_time()
         yield
-        self._since += time.monotonic() - began
+        self._since += running_time() - began
 
     def add(self, step: int, result: dict[str, jax.Array]) -> None:
         """Stores the result of a step without waiting for it."""
@@ -214,14 +240,14 @@ class Log:
 
     def write(self, step: int) -> dict[str, float]:
         """Writes a line of metrics; returns the values for the progress bar."""
-        now = time.monotonic()
+        now = running_time()
         speed = round(self._tokens / (now - self._since))
         self._tokens, self._since = 0.0, now
         stage = self._stages.at(step)
         rate = stage.learning_rate(step)
         self.metrics.write(step, **self._latest, learning_rate=rate, tokens_per_second=speed)
         shown = "distance" if stage.objective.transfer else "loss"
-        return {shown: self._latest[shown], "tokens_per_s": speed}
+        return {shown: self._latest[shown], "learning_rate": rate, "tokens_per_s": speed}
 
 
 def average(run: Run, state: TrainState) -> tuple[TrainState, list[int]]:

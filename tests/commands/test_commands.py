@@ -10,6 +10,7 @@ import pytest
 
 from conftest import QUICK_TO_COMPILE, make_model, micro
 from t2r.data.sources import load_documents
+from t2r.model.parameters import arrays_of, with_arrays
 from t2r.store import model_dir
 
 ROOT = Path(__file__).parents[2]
@@ -170,3 +171,19 @@ def test_bad_input_gets_one_clear_error(model, translator, tmp_path):
     long = f"--input={tmp_path}/long.txt"
     assert "line 2" in refused("translate", with_model, long, "--max_source=20", f"--output={tmp_path}/x")
     assert not (tmp_path / "x").exists()
+
+
+def test_seeds_out_of_range_are_refused(call):
+    for command in ("generate", "translate", "convert --output=o"):
+        for seed in (-1, 2**64):
+            status, printed = call(*command.split(), "--model=builtin:tiny_lm", f"--seed={seed}")
+            assert status == 2 and len(printed.splitlines()) == 1 and str(seed) in printed
+
+
+def test_a_score_that_is_not_a_number_is_null_in_json(tmp_path, text_file, tokenizer, call):
+    """The weights are finite; the logits overflow."""
+    fields = micro(vocab_size=300, layers=1, adaptive_cutoffs=())
+    model = with_arrays(make_model(fields), {n: a * 1e30 for n, a in arrays_of(make_model(fields)).items()})
+    model_dir.save(tmp_path / "model", model_dir.LoadedModel(model, tokenizer, {"history": []}))
+    status, scores = call("evaluate", f"--model={tmp_path}/model", f"--data=text:{text_file}", "--window=32")
+    assert status == 0 and scores["perplexity"] is None and scores["tokens"] > 0

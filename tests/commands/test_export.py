@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -14,10 +15,11 @@ from safetensors.flax import load_file
 
 from conftest import error, make_model, micro, micro_mt, slow_but
 from t2r.attention.feature_map import FEATURE_MAPS
-from t2r.data.tokenizer import TokenizerPair, Words
+from t2r.data.tokenizer import KINDS, FairseqSubwords, FairseqWords, TokenizerPair, Words
 from t2r.export import formulas
-from t2r.export.directory import example
+from t2r.export.directory import EXAMPLES, example
 from t2r.export.names import weight_rows
+from t2r.export.readme import LIBRARIES
 from t2r.model.config import AttentionSpec
 from t2r.model.loss import source_states
 from t2r.model.parameters import abstract_model, arrays_of
@@ -199,14 +201,48 @@ def test_an_exported_translation_model_equals_the_original(tmp_path, tokenizer, 
     check_greedy(expected, [tokenizer.start], ids, tokenizer.stop, source=jnp.asarray(source))
 
 
-def test_the_example_tokenizes_words_as_t2r_does(tmp_path):
-    words = Words.train("a b\nc d e", 0)
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
+SUBWORDS = [*SPECIAL, "low@@", "er", "low", ".", "ne@@", "w", "n@@", "e", "&apos;s", "new"]
+NEW_CODES, OLD_CODES = "#version: 0.2\nl o\nlo w</w>\nlo w\ne r</w>\nn e\n", "n e\nl o\nlo w\nw </w>\nlow </w>\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        Words.train("low new\nc d er", 0),
+        FairseqWords([*SPECIAL, "low", "new", "er"]),
+        FairseqSubwords(SUBWORDS),
+        FairseqSubwords(SUBWORDS, NEW_CODES),
+        FairseqSubwords(SUBWORDS, OLD_CODES),
+        FairseqSubwords(SUBWORDS, NEW_CODES, "en"),
+    ],
+)
+def test_the_example_tokenizes_words_as_t2r_does(tmp_path, words):
+    if getattr(words, "_language", None):
+        pytest.importorskip("sacremoses")
     words.save(tmp_path)
-    program, names = example(words), {}
+    program, names = example(words), {"json": json, "pairwise": pairwise}
     exec(program[program.index("def tokenizer") : program.index("if len(sys.argv)")], names)
     encode, decode = names["tokenizer"](tmp_path)
-    ids = encode("a zz b\nc\n")
-    assert ids == words.encode("a zz b\nc\n") and decode(ids) == words.decode(ids)
+    text = "lower zz low low's new.\nlow@@ new er\n"
+    ids = encode(text)
+    assert ids == words.encode(text) and len(set(ids)) > 3 and decode(ids) == words.decode(ids)
+
+
+def test_every_kind_of_tokenizer_has_an_example():
+    for kind in KINDS:
+        assert (EXAMPLES / f"tokenizer_{kind.kind}.py").is_file() and kind.kind in LIBRARIES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokenizer", [FairseqWords([*SPECIAL, "low", "new", "er"]), FairseqSubwords(SUBWORDS)])
+def test_an_import_from_fairseq_is_exported(tmp_path, call, tokenizer):
+    model = make_model(micro(vocab_size=tokenizer.vocab_size, adaptive_cutoffs=()))
+    model_dir.save(tmp_path / "model", LoadedModel(model, tokenizer, {"history": []}))
+    status, result = call("export", f"--model={tmp_path}/model", f"--output={tmp_path}/out", "--capacity=9")
+    assert status == 0, result
+    text, ids = run_example(tmp_path / "out", "low new", "4")
+    assert ids and text == tokenizer.decode(ids)
 
 
 def test_every_array_of_every_model_is_documented():

@@ -112,3 +112,13 @@ def test_attention_that_cannot_be_merged_is_an_error():
         merge(swap(make_model(micro(query_norm=True)), features=8))
     with pytest.raises(InputError, match="nothing to merge"):
         merge(merge(swap(make_model(micro()), features=8)))
+
+
+def test_feature_maps_that_do_not_fit_are_refused_before_anything_is_allocated(tmp_path, call):
+    arguments = ["--model=builtin:tiny_lm", f"--output={tmp_path}/rnn", "--features=1000000000", "--keep=0"]
+    status, printed = call("convert", *arguments)
+    assert status == 2 and len(printed.splitlines()) == 1
+    # 3 layers × 3 heads × 64 dimensions and a bias × 4 bytes
+    gib = f"{3 * 3 * (64 + 1) * 10**9 * 4 / 2**30:,.1f}"
+    assert f"3 feature maps of 1000000000 features needs {gib} GiB" in printed and "choose fewer" in printed
+    assert not (tmp_path / "rnn").exists()

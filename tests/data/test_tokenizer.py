@@ -1,5 +1,7 @@
 """Tokenizers: lossless subwords, WikiText's words, and those of fairseq."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,3 +91,14 @@ def test_bad_requests_are_refused(tmp_path):
         SentencePiece.train("a short text", 5000)
     with pytest.raises(InputError, match="no tokenizer in"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(("size", "beyond"), [(5000, +1), (5, -1)])
+def test_the_error_about_a_vocabulary_size_names_one_that_works(size, beyond):
+    text = "a short text, of two lines,\nwhich are short"
+    with pytest.raises(InputError) as raised:
+        SentencePiece.train(text, size)
+    named = int(re.search(r"set --config\.data\.vocab_size=(\d+) or", str(raised.value))[1])
+    assert SentencePiece.train(text, named).vocab_size == named
+    with pytest.raises(InputError, match=f"--config.data.source_vocab_size={named} or"):
+        SentencePiece.train(text, named + beyond, field="data.source_vocab_size")

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import make_model, micro_mt, slow_but
+from t2r import environment
 from t2r.batch import PADDING
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
-from t2r.decode.beam import Beam, score, translate
-from t2r.decode.generate import generate_tokens, prefill_translation
+from t2r.decode.beam import Beam, check_memory, score, translate
+from t2r.decode.generate import generate_tokens, prefill_translation, state_bytes
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError
 from t2r.model.transformer import Seq2Seq
@@ -227,3 +228,15 @@ def test_impossible_searches_are_refused():
     assert max(len(h.tokens) for h in hypotheses) <= 7
     with pytest.raises(InputError, match=r"beam=0(.|\n)*length_penalty=-1(.|\n)*min_length=-1"):
         Beam(0, -1, min_length=-1)
+
+
+def test_a_search_that_does_not_fit_is_refused_before_starting(monkeypatch):
+    model, sources = make_model(micro_mt()), np.ones((4, 8), np.int32)
+    with pytest.raises(InputError, match=r"beam=1000000000 for 4 sentences .* GiB are free: reduce the beam"):
+        translate(model, sources, end=2, beam=Beam(10**9))
+    # Twice the state of 4 × 3 beams of 2 · 8 + 16 + 1 tokens, and their log-probabilities.
+    needed = 2 * state_bytes(model, 12, 33) + 4 * 12 * model.config.vocab_size
+    monkeypatch.setattr(environment, "available_memory", lambda: needed - 1)
+    with pytest.raises(InputError, match="at most 3 sentences at a time"):
+        translate(model, sources, end=2, beam=Beam(3))
+    check_memory(model, 3, 33, Beam(3))

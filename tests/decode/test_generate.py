@@ -1,11 +1,14 @@
 """Generation does not depend on batching, chunks, or saving in between, for every kind of model."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from conftest import error, make_model, micro, random_tokens
+from t2r import environment
 from t2r.benchmark.steps import linear_state_bytes, measure_decoding
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
@@ -13,7 +16,9 @@ from t2r.decode import generate
 from t2r.decode.generate import append_prompts, fork, generate_tokens, prefill, state_bytes
 from t2r.decode.sampling import Sampling, choose
 from t2r.decode.state_file import load_generation, save_generation
+from t2r.decode.text import generate_text
 from t2r.errors import InputError
+from t2r.store.model_dir import LoadedModel
 
 NO_STOP = -1
 # One for each kind of state: a cache; S and z; S and z with a scale; a mixture. Feature maps are tested elsewhere.
@@ -155,11 +160,46 @@ def test_a_length_that_does_not_fit_is_refused_before_starting(monkeypatch):
     model = model_of("softmax")
     with pytest.raises(InputError, match=r"GiB are free: generate at most [\d,]+ tokens"):
         prefill(model, [prompt(3)], 10**12)
-    monkeypatch.setattr(generate, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(environment, "available_memory", lambda: 10_000)
     with pytest.raises(InputError, match="convert the softmax layers") as raised:
         prefill(model, [prompt(3)], 1000)
-    fits = int(str(raised.value).split("at most ")[1].split(" ")[0].replace(",", ""))
+    fits = named_length(raised)
     assert state_bytes(model, 1, fits) <= 10_000 < state_bytes(model, 1, fits + 2)
+
+
+def named_length(raised):
+    return int(str(raised.value).split("at most ")[1].split(" ")[0].replace(",", ""))
+
+
+def test_only_memory_that_is_still_needed_is_asked_for(monkeypatch):
+    """A state that is large enough needs no more; one that must grow needs the larger one beside it."""
+    model, rnn = model_of("softmax"), model_of("merged")
+    generation, linear = prefill(model, [prompt(3)], 20), prefill(rnn, [prompt(3)], 1)
+    monkeypatch.setattr(environment, "available_memory", lambda: 0)
+    generation, _ = generate_tokens(model, generation, 20, end=NO_STOP)
+    generate_tokens(rnn, linear, 64, end=NO_STOP)
+    monkeypatch.setattr(environment, "available_memory", lambda: state_bytes(model, 1, 50) - 16)
+    used = int(generation.state.position[0])
+    for more in (lambda: generate_tokens(model, generation, 50 - used, end=NO_STOP),
+                 lambda: append_prompts(model, generation, [prompt(50 - used - 1)])):  # fmt: skip
+        with pytest.raises(InputError, match="sequences of 50 tokens needs") as raised:
+            more()
+        assert named_length(raised) + used == 49
+    generate_tokens(model, generation, 49 - used, end=NO_STOP)
+
+
+def test_the_time_of_a_generation_is_without_compilation(tokenizer, monkeypatch):
+    step = generate.step
+
+    def slow_to_trace(*args):
+        time.sleep(1.0)
+        return step(*args)
+
+    monkeypatch.setattr(generate, "step", slow_to_trace)
+    model = make_model(micro(vocab_size=300, layers=1, adaptive_cutoffs=()))
+    began = time.monotonic()
+    result = generate_text(LoadedModel(model, tokenizer, {}), ["The"], 3)
+    assert time.monotonic() - began > 1.0 > result.seconds > 0
 
 
 def test_bad_prompts_are_refused():

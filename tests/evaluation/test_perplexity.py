@@ -9,6 +9,7 @@ import pytest
 from conftest import make_model, micro, random_tokens
 from t2r.errors import InputError
 from t2r.evaluation.perplexity import bits_per_byte, document_perplexity, per_word, perplexity
+from t2r.model.parameters import arrays_of, with_arrays
 
 MODEL = make_model(micro(layers=1))
 LOG_PROBS = jax.jit(lambda tokens: MODEL.log_probs(MODEL(tokens)[0]))
@@ -59,6 +60,17 @@ def test_documents_are_scored_independently(model):
         document_perplexity(model, [[]], start=2, window=16, batch=2, quiet=True)
 
 
+def test_a_loss_that_is_not_a_number_is_not_left_out():
+    """Only the last window reads token 7, whose embedding is not a number."""
+    untied = make_model(micro(layers=1, tied_output=False, adaptive_cutoffs=()))
+    arrays = arrays_of(untied)
+    broken = with_arrays(untied, {**arrays, "embedding.table": arrays["embedding.table"].at[7].set(np.nan)})
+    stream = np.array([5] * 60 + [7, 5, 5])
+    assert math.isfinite(perplexity(broken, stream[:60], window=16, quiet=True).perplexity)
+    scores = perplexity(broken, stream, window=16, quiet=True)
+    assert math.isnan(scores.perplexity) and math.isnan(scores.perplexity_all)
+
+
 def test_per_word_and_per_byte_count_the_same_bits(model):
     scores = perplexity(model, np.asarray(random_tokens(1, 30))[0], window=16, quiet=True)
     text = "zwölf Boxkämpfer jagen Viktor"
@@ -67,6 +79,8 @@ def test_per_word_and_per_byte_count_the_same_bits(model):
 
 
 def test_what_cannot_be_scored_is_refused(model):
+    with pytest.raises(InputError, match="window=1 must be at least 2"):
+        perplexity(model, np.array([1, 2, 3]), window=1)
     with pytest.raises(InputError, match="1 tokens"):
         perplexity(model, np.array([3]), quiet=True)
     learned = make_model(micro(positions="learned", max_positions=32))

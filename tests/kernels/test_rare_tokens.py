@@ -53,15 +53,14 @@ def test_the_kernels_lower_for_a_gpu():
     assert text.count("__gpu$xla.gpu.triton") == 3
 
 
-def test_they_are_used_on_gpus_for_supported_widths(monkeypatch):
+def test_they_are_used_on_gpus_for_supported_widths():
     vectors = lambda width, dtype=jnp.bfloat16: jnp.zeros((2, width), dtype)  # noqa: E731
-    for backend in ("cpu", "gpu", "tpu"):
-        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        assert support.has_rare_token_kernels("auto", vectors(64)) == (backend == "gpu")
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert not support.has_rare_token_kernels("off", vectors(64))
-    assert not any(support.has_rare_token_kernels("auto", vectors(width)) for width in (8, 48, 512))
-    assert not support.has_rare_token_kernels("auto", vectors(64, jnp.float32))
+    gpu = support.Device("gpu", "NVIDIA H100", (9, 0))
+    for device in (support.Device("cpu", "cpu"), gpu, support.Device("tpu", "TPU v4")):
+        assert support.has_rare_token_kernels("auto", vectors(64), device) == (device == gpu)
+    assert not support.has_rare_token_kernels("off", vectors(64), gpu)
+    assert not any(support.has_rare_token_kernels("auto", vectors(width), gpu) for width in (8, 48, 512))
+    assert not support.has_rare_token_kernels("auto", vectors(64, jnp.float32), gpu)
 
 
 def test_with_many_positions_the_vocabulary_has_fewer_parts(monkeypatch):

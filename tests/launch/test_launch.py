@@ -93,24 +93,90 @@ def test_queued_resources(cloud):
     assert "queued-resources delete n --force" in calls[0]
 
 
-def test_the_command_of_the_workers_is_quoted_correctly(cloud, tmp_path):
-    """Runs locally what ssh would run: a path with a space stays one argument, and exit status 75 restarts the run."""
+@pytest.fixture
+def worker(cloud, tmp_path):
+    """Runs locally what ssh would run on a worker: (function of the body of a fake python, flags and run; its folder).
+
+    The body runs with `tries` set to the number of this try. The function returns (status, the arguments of each try).
+    """
     launch, _ = cloud
-    _, calls = launch("tpu", "start", "--name=n", "--zone=z", *RUN)
-    script = subprocess.run(["bash", "-c", f"printf %s {calls[0].split('--command=')[1].split(' --zone=')[0]}"],
-                            capture_output=True, text=True).stdout  # fmt: skip
-    home = tmp_path / "home"
-    (home / "t2r" / ".venv" / "bin").mkdir(parents=True)
-    python = home / "t2r" / ".venv" / "bin" / "python"
-    python.write_text(
-        '#!/usr/bin/env bash\nprintf "%s|" "$@" >>words; echo >>words; [ "$(wc -l <words)" = 2 ] || exit 75\n'
-    )
+    home = tmp_path / "home" / "t2r"
+    shutil.copytree(ROOT / "launch", home / "launch")
+
+    def run(body, *flags, run=RUN):
+        _, calls = launch("tpu", "start", "--name=n", "--zone=z", *flags, *run)
+        quoted = calls[0].split("--command=")[1].split(" --zone=")[0]
+        script = subprocess.run(["bash", "-c", f"printf %s {quoted}"], capture_output=True, text=True).stdout
+        fake_python(home, body)
+        done = subprocess.run(["bash", "-c", f"{script}\nwait $!"], cwd=home.parent, timeout=20,
+                              env={**os.environ, "T2R_RETRY_SECONDS": "0"})  # fmt: skip
+        return done.returncode, (home / "words").read_text().splitlines()
+
+    return run, home
+
+
+def fake_python(tree, body):
+    """Writes tree/.venv/bin/python: it appends its arguments as a line to `words`, then runs `body`."""
+    python = tree / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    count = 'printf "%s|" "$@" >>words; echo >>words; tries=$(wc -l <words)'
+    python.write_text(f"#!/usr/bin/env bash\n{count}\n{body}\n")
     python.chmod(0o755)
-    subprocess.run(
-        ["bash", "-c", script.replace(r"sleep\ 20", r"sleep\ 0") + "\nwait"], cwd=home, check=True, timeout=20
-    )
-    words = (home / "t2r" / "words").read_text().splitlines()
-    assert words == ["-m|t2r|" + "|".join(RUN[1:]) + "|--coordinator=auto|"] * 2
+
+
+GAINS = ["--", "train", "--workdir=runs/my run"]
+GAIN = 'mkdir -p "runs/my run/checkpoints/$((tries * 100))"; '
+
+
+def test_the_command_of_the_workers_is_quoted_correctly(worker):
+    """A path with a space stays one argument, and exit status 75 restarts the run."""
+    run, _ = worker
+    status, words = run("[ $tries = 2 ] || exit 75")
+    assert status == 0 and words == ["-m|t2r|" + "|".join(RUN[1:]) + "|--coordinator=auto|"] * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "flags", "status", "tries", "message"),
+    [
+        (GAIN + "exit 75", ["--retries=3"], 75, 4, "it was already, 3 times (--retries=3)"),
+        (GAIN + "exit 75", [], 75, 11, "(--retries=10); the newest checkpoint is of step 1100"),
+        ("[ $tries -gt 3 ] || " + GAIN + "exit 75", [], 75, 4, "still that of step 300"),
+        ("exit 75", [], 75, 2, "still that of step 0"),
+        ("exit 1", [], 1, 1, ""),
+        ("exit 143", [], 143, 1, ""),
+    ],
+)
+def test_a_worker_tries_again_while_it_gains_steps(worker, body, flags, status, tries, message):
+    run, home = worker
+    ended, words = run(body, *flags, run=GAINS)
+    assert (ended, len(words)) == (status, tries) and message in (home / "run.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("body", "flags", "requeues"),
+    [
+        (GAIN + "exit 75", ["--retries=2"], 2),
+        (GAIN + "[ $tries = 6 ] || exit 143", ["--retries=2"], 5),  # time limits do not count
+        ("exit 143", [], 1),
+        ("exit 1", [], 0),
+    ],
+)
+def test_a_slurm_job_is_requeued_while_it_gains_steps(cloud, body, flags, requeues):
+    """Runs the job's script as SLURM would, until it is not requeued any more."""
+    launch, tmp_path = cloud
+    tree, tools = tmp_path / "tree", tmp_path / "tools"
+    launch("slurm", "--nodes=2", *flags, *GAINS)
+    script = (tmp_path / "calls.input").read_text()
+    fake_python(tree, body)
+    (tools / "srun").write_text('#!/usr/bin/env bash\n"$@"\n')
+    (tools / "srun").chmod(0o755)
+    calls = tmp_path / "calls"
+    env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "CALLS": str(calls), "SLURM_JOB_ID": "7"}
+    for count in range(requeues + 1):
+        assert not count or calls.read_text() == "scontrol requeue 7\n"
+        calls.write_text("")
+        subprocess.run(["bash"], input=script, text=True, cwd=tree, env=env, timeout=20)
+    assert calls.read_text() == "" and len((tree / "words").read_text().splitlines()) == requeues + 1
 
 
 def test_slurm_submits_a_job_that_requeues_itself(cloud):
@@ -159,6 +225,8 @@ def test_gke_applies_a_job_set(cloud):
         (["tpu", "start", "--name=n", "--zone=z"], "what to run is missing"),
         (["tpu", "resume", "--name=new", "--zone=z"], "has not done 'create'"),
         (["slurm", "--gpus=8", *RUN], "--nodes=... is missing"),
+        (["slurm", "--nodes=2", "--retries=many", *RUN], "--retries=many is not a whole number"),
+        (["tpu", "start", "--name=n", "--zone=z", "--retries=-1", *RUN], "--retries=-1 is not a whole number"),
         (["gke", "start", "--name=n", *RUN], "--image=... is missing"),
         (["setup", "abacus"], "choose cpu, tpu or cuda"),
     ],

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import numpy as np
@@ -16,14 +17,17 @@ from tests.training.runs import ROOT, command, environment, losses, train
 MESH = ["--config.mesh.data=1", "--config.mesh.fsdp=2", "--config.mesh.tensor=2", "--config.optimizer.eps=1e-3"]
 
 
-def start(config_file, workdir, *more, count=2):
-    """Starts one run in several processes with two devices each."""
+def unused_port():
     with socket.socket() as unused:
         unused.bind(("localhost", 0))
-        port = unused.getsockname()[1]
+        return unused.getsockname()[1]
+
+
+def start(config_file, workdir, *more, count=2):
+    """Starts one run in several processes with two devices each."""
     env = environment()
     env["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
-    distributed = [f"--coordinator=localhost:{port}", f"--processes={count}"]
+    distributed = [f"--coordinator=localhost:{unused_port()}", f"--processes={count}"]
     return [
         subprocess.Popen(
             command(config_file, workdir, *MESH, *more, *distributed, f"--process={number}"), env=env, cwd=ROOT,
@@ -36,7 +40,7 @@ def start(config_file, workdir, *more, count=2):
 def finish(processes):
     """(status, output lines, errors) of each process, without the lines that the communication library Gloo prints."""
     results = []
-    for process in processes:
+    for process in list(processes):
         out, errors = process.communicate(timeout=200)
         lines = [line for line in out.splitlines() if line and "[Gloo]" not in line and "peer ranks" not in line]
         results.append((process.returncode, lines, errors))
@@ -89,6 +93,45 @@ def test_a_process_that_is_killed_ends_the_other_with_a_message(config_file, tmp
     assert survivor[0] != 0
     assert "has lost another one" in survivor[2] or "another task died" in survivor[2], survivor[2]
     assert max(losses(tmp_path / "run")) >= 4
+
+
+FAILS = """
+import sys
+
+import jax
+
+from t2r import processes
+
+processes.join(sys.argv[1], 2, int(sys.argv[2]))
+with processes.exit_together():
+    processes.barrier("both are here")
+    if sys.argv[2] == "1":
+        raise {error}
+    processes.barrier("only one gets here")
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        ("ValueError('no connection of ideas')", 1, "has failed (ValueError: no connection of ideas)"),
+        ("jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Gloo: out of memory')", 1, "RESOURCE_EXHAUSTED"),
+        ("MemoryError()", 1, "has failed (MemoryError: MemoryError)"),
+        ("processes.InputError('bad input')", 2, "process 1 of 2: error: bad input"),
+    ],
+)
+def test_only_a_lost_connection_has_the_status_of_one(tmp_path, error, status, message):
+    """A process that fails by itself ends with its own status and message; its partner with 75."""
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS.format(error=error))
+    address = f"localhost:{unused_port()}"
+    first, second = finish(
+        subprocess.Popen([sys.executable, script, address, str(number)], env=environment(), cwd=ROOT,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for number in range(2)
+    )  # fmt: skip
+    assert second[0] == status and message in second[2] and "has lost another" not in second[2], second[2]
+    assert first[0] == 75 and "process 0 of 2 has lost another one" in first[2], first[2]
 
 
 def test_an_error_in_one_process_ends_both(config_file, tmp_path):

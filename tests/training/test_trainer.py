@@ -5,8 +5,11 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -15,8 +18,13 @@ from t2r.errors import InputError
 from t2r.files import exclusive
 from t2r.training import trainer
 from t2r.training.build import build
+from t2r.training.checkpoint import Checkpoints
 from t2r.training.config import load_config
+from t2r.training.interruptions import quiet_libraries
 from t2r.training.metrics import read_metrics
+from t2r.training.optimizer import make_schedule
+from t2r.training.stages import make_stages
+from tests.conftest import make_model, micro
 from tests.training.runs import ROOT, command, environment, losses, train
 
 PAIRS = """
@@ -196,6 +204,29 @@ def test_a_run_survives_sigterm_a_damaged_checkpoint_and_another_mesh(config_fil
     assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == before
 
 
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_reported_in_one_line(config_file, tmp_path):
+    """Its arrays are read at the same time; what the others report after the first error is of no use."""
+    workdir, steps = tmp_path / "run", ["--config.steps=6", "--config.eval_every=0"]
+    assert train(config_file, workdir, *steps).returncode == 0
+    truncate(workdir / "checkpoints" / "6" / "state" / "ocdbt.process_0" / "d")
+    again = train(config_file, workdir, *steps)
+    assert again.returncode == 0 and "the checkpoint of step 6 is damaged" in again.stderr
+    assert "Event loop" not in again.stderr and len(again.stderr.splitlines()) < 8, again.stderr
+
+
+def test_other_errors_of_threads_are_reported(capsys):
+    def raise_elsewhere():
+        raise RuntimeError("Event loop is closed")
+
+    with quiet_libraries():
+        try:
+            raise_elsewhere()
+        except RuntimeError as error:
+            sys.excepthook(RuntimeError, error, error.__traceback__)
+    assert "RuntimeError: Event loop is closed" in capsys.readouterr().err
+
+
 def truncate(folder):
     """Cuts every file in half."""
     for path in folder.rglob("*"):
@@ -208,6 +239,7 @@ def test_a_run_resumes_with_more_steps_but_not_with_another_config(config_file, 
 
     def run(**fields):
         config = load_config(str(config_file))
+        config.optimizer.schedule = "constant"
         config.update(fields)
         config.mesh.data = 1
         return trainer.train(config, workdir)
@@ -216,8 +248,9 @@ def test_a_run_resumes_with_more_steps_but_not_with_another_config(config_file, 
         run(data=dict(batch=4000))
     run(steps=4)  # a config that failed before its first step does not count as the config of the run
     assert run(steps=6)["steps"] == 6 and "continuing at step 4 of 6" in capsys.readouterr().err
-    with pytest.raises(InputError, match=r"config.seed was 0, is 7(.|\n)*config.accumulate was"):
-        run(seed=7, accumulate=1)
+    with pytest.raises(InputError, match=r"config.seed was 0, is 7(.|\n)*config.accumulate was 2, is 1") as raised:
+        run(seed=7, accumulate=1, data=dict(length=16))
+    assert "config.data.length was 32, is 16" in str(raised.value) and str(raised.value).count(" was ") == 3
     metrics = (workdir / "metrics.jsonl").read_text()
     with pytest.raises(InputError, match=r"is at step 6, beyond config\.steps=5"):
         run(steps=5)
@@ -227,6 +260,70 @@ def test_a_run_resumes_with_more_steps_but_not_with_another_config(config_file, 
     provenance = json.loads((workdir / "model" / "provenance.json").read_text())
     assert [entry["action"] for entry in provenance["history"]] == ["swap", "train"]
     assert list((workdir / "tensorboard").glob("events*"))
+
+
+def cosine_config(config_file, steps, period):
+    config = load_config(str(config_file))
+    config.steps, config.mesh.data = steps, 1
+    config.optimizer.update(warmup_steps=2, period=period)
+    return config
+
+
+def test_more_steps_do_not_stretch_a_schedule_in_silence(config_file, tmp_path):
+    """A cosine over all steps depends on their number: the error names the two values of config.optimizer.period."""
+    trainer.write_config(cosine_config(config_file, 5, 0), tmp_path)
+    with pytest.raises(InputError, match=r"steps was 5, is 8(.|\n)*period=3 to keep(.|\n)*period=6 to span") as raised:
+        trainer.check_same_run(cosine_config(config_file, 8, 0), tmp_path, 5)
+    assert "after step 5 would be 0.000505 instead of 1e-05" in str(raised.value)
+    for steps, period in [(5, 0), (8, 3), (8, 6)]:
+        trainer.check_same_run(cosine_config(config_file, steps, period), tmp_path, 5)
+    trainer.write_config(cosine_config(config_file, 8, 3), tmp_path)
+    with pytest.raises(InputError, match=r"config.optimizer.period was 3, is 6"):
+        trainer.check_same_run(cosine_config(config_file, 8, 6), tmp_path, 5)
+
+
+@pytest.mark.slow
+def test_more_steps_keep_the_schedule_with_the_period_that_the_error_names(config_file, tmp_path):
+    workdir = tmp_path / "run"
+
+    def run(steps, period):
+        trainer.train(cosine_config(config_file, steps, period), workdir)
+        return [line["learning_rate"] for line in read_metrics(workdir / "metrics.jsonl") if "loss" in line]
+
+    first = run(5, 0)
+    with pytest.raises(InputError, match="period=3 to keep"):
+        run(8, 0)
+    assert run(5, 0) == first
+    rates = run(8, 3)
+    schedule = make_schedule(cosine_config(config_file, 8, 3).optimizer, 8)
+    assert rates[:5] == first and rates == pytest.approx([float(schedule(step)) for step in range(8)])
+    assert run(8, 3) == rates
+
+
+@jax.jit
+def slow_to_trace(x):
+    time.sleep(0.5)
+    return x + 1
+
+
+def test_tokens_per_second_counts_neither_validation_nor_saving_nor_compilation(config_file, tmp_path):
+    config = load_config(str(config_file))
+    log = trainer.Log(config, tmp_path, make_stages(config, make_model(micro()), None), 0)
+    log.add(1, {"loss": jnp.ones(()), "tokens": jnp.array(1000)})
+    time.sleep(0.05)
+    with log.not_timed():
+        time.sleep(0.5)
+    slow_to_trace(np.ones(3)).block_until_ready()
+    log.check_finite(Checkpoints(tmp_path / "checkpoints", 1))
+    shown = log.write(1)
+    log.metrics.close()
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert 1000 / 0.5 < line["tokens_per_second"] <= 1000 / 0.05
+    assert shown == {
+        "loss": 1.0,
+        "learning_rate": line["learning_rate"],
+        "tokens_per_s": line["tokens_per_second"],
+    }
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(config_file, tmp_path):
@@ -251,6 +348,18 @@ def test_a_loss_that_is_not_finite_stops_the_run(config_file, tmp_path):
         (["--config.steps=soon"], ["--config.steps=soon"]),
         (["--config.convert.feature_map=t2rr"], ["'t2rr'", "performer"]),
         (["--config.convert.features=-1", "--config.log_every=0"], ["convert.features=-1", "config.log_every=0"]),
+        (["--config.data.length=1"], ["config.data.length=1 must be at least 2"]),
+        (["--config.optimizer.b1=2.0"], ["config.optimizer.b1=2.0 must be at least 0 and below 1"]),
+        (
+            ["--config.optimizer.learning_rate=-1.0", "--config.optimizer.min_learning_rate=-0.5"],
+            ["optimizer.learning_rate=-1.0 must be above 0", "optimizer.min_learning_rate=-0.5 must be at least 0"],
+        ),
+        (["--config.optimizer.weight_decay=-0.1"], ["config.optimizer.weight_decay=-0.1 must be at least 0"]),
+        (["--config.optimizer.weight_decay=nan"], ["config.optimizer.weight_decay=nan must be at least 0"]),
+        (["--config.optimizer.period_growth=0.0"], ["config.optimizer.period_growth=0.0 must be above 0"]),
+        (["--config.seed=-1"], ["config.seed=-1 must be from 0 to 4294967295"]),
+        (["--config.seed=18446744073709551616"], ["config.seed=18446744073709551616 must be from 0 to 4294967295"]),
+        (["--config.model.heads=3"], ["width=32 is not a multiple of heads=3: set head_dim"]),
         (["--config.accumulate=3"], ["config.data.batch=4", "config.accumulate=3"]),
         (["--config.data.source=text:/no/such/file"], ["no text file /no/such/file"]),
         (["--config.data.batch=4000"], ["fewer than data.batch=4000"]),
@@ -263,6 +372,20 @@ def test_bad_configs_get_one_clear_error(config_file, tmp_path, call, flags, mes
     for message in messages:
         assert message in printed
     assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_a_work_directory_that_is_a_file_is_refused(config_file, tmp_path, call):
+    (tmp_path / "file").write_text("kept")
+    for workdir in ("file", "file/run"):
+        status, printed = call("train", f"--config={config_file}", f"--workdir={tmp_path}/{workdir}")
+        assert status == 2 and len(printed.splitlines()) == 1
+        assert printed.startswith(f"error: cannot write {tmp_path}/{workdir}: ")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_config_that_is_not_a_python_file_is_refused(text_file, tmp_path, call):
+    status, printed = call("train", f"--config={text_file}", f"--workdir={tmp_path}/run")
+    assert status == 2 and f"{text_file} is not a config" in printed
 
 
 def test_an_error_in_a_config_file_names_the_file(tmp_path, call):

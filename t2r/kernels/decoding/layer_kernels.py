@@ -94,7 +94,8 @@ def _load_moments(sums, squares, group: Array) -> list[Float[Array, "sequences p
 def _mean_and_scale(moments: list[Array], width: int, eps: float) -> tuple[Array, Array]:
     """A norm's mean and 1 / deviation, from the sums and the sums of squares of parts."""
     mean, square = (parts.sum(1, keepdims=True) / width for parts in moments)
-    return mean, jax.lax.rsqrt(square - mean**2 + eps)
+    # Rounding may make the variance of nearly equal numbers negative.
+    return mean, jax.lax.rsqrt(jnp.maximum(square - mean**2, 0) + eps)
 
 
 def _sequences(group: Array) -> Any:

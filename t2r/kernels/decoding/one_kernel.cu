@@ -343,7 +343,8 @@ float4 sum_and_norm(const Shared& shared, int sequence, const float* partial, in
     squares += shared.moments[rank][sequence].y;
     x = add(x, four_at(partial + rank * stride));
   }
-  const float mean = sum / WIDTH, scale = rsqrtf(squares / WIDTH - mean * mean + NORM_EPS);
+  // Rounding may make the variance of nearly equal numbers negative.
+  const float mean = sum / WIDTH, scale = rsqrtf(fmaxf(squares / WIDTH - mean * mean, 0.0f) + NORM_EPS);
   return add(four_at(bias), scale, add(x, -mean, four_at(weight_sums)));
 }
 

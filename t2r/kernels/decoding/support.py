@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import jax
-
 from t2r.kernels.decoding import cuda
-from t2r.kernels.support import is_one_device, is_power_of_two
+from t2r.kernels.support import HOPPER, Device, gpu_has_kernels, is_one_device, is_power_of_two, this_device
 
 # The kernels of each layer, `layer_kernels.py`.
 MOST_SEQUENCES = 64  # in larger batches, products are large enough to be worth a launch each
@@ -57,12 +55,11 @@ def _suits_attention(attention: Any, *, cross: bool = False) -> bool:
     return fit and powers and shape.heads == shape.kv_heads
 
 
-def available(model: Any, batch: int) -> bool:
+def available(model: Any, batch: int, device: Device | None = None) -> bool:
     """Whether the kernels of each layer run this model: on one NVIDIA GPU, in bfloat16, for small batches."""
     config = model.config
-    on_nvidia = "NVIDIA" in jax.devices()[0].device_kind and is_one_device()
-    is_small = batch <= MOST_SEQUENCES
-    return config.kernels != "off" and on_nvidia and is_small and config.dtype == "bfloat16" and suits(model)
+    on_gpu = gpu_has_kernels(config.kernels, device or this_device()) and is_one_device()
+    return on_gpu and batch <= MOST_SEQUENCES and config.dtype == "bfloat16" and suits(model)
 
 
 def suits_one_kernel(model: Any) -> bool:
@@ -81,7 +78,6 @@ def suits_one_kernel(model: Any) -> bool:
 
 def one_kernel_available(model: Any, batch: int) -> bool:
     """Whether the kernel of all layers runs a model for which `available` is true: on an H100 or H200."""
-    capability = getattr(jax.devices()[0], "compute_capability", "")
-    if batch > ONE_KERNEL_SEQUENCES or not suits_one_kernel(model) or capability != "9.0":
+    if batch > ONE_KERNEL_SEQUENCES or not suits_one_kernel(model) or this_device().capability != HOPPER:
         return False
     return cuda.clusters_at_once(RANKS, THREADS, SHARED_MEMORY) >= CLUSTERS
