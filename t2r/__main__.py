@@ -13,7 +13,40 @@ from absl import flags
 
 
 def main(arguments: list[str]) -> int:
-    """Runs a command and returns its exit status. An InputError is one message and status 2; other errors propagate."""
+    """Runs a command and returns its exit status. Bad input is one message and status 2; other errors propagate."""
+    from t2r.errors import InputError, Stopped
+
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()  # here, where an error can still be explained
+        return status
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Stopped as stopped:
+        print(f"{stopped}; run the same command to resume", file=sys.stderr)
+        return 128 + signal.SIGTERM  # the status of a process that SIGTERM ended, which schedulers expect
+    except BrokenPipeError:  # the reader of a pipe, such as head, has ended
+        _discard_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:  # a file or a disk, where the code that uses it has no better explanation
+        if error.errno is None:
+            raise
+        _discard_output()
+        print(f"error: {error.filename or 'cannot write the output'}: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; saved files are intact: run the same command to resume", file=sys.stderr)
+        return 130
+
+
+def _discard_output() -> None:
+    """What is still to be printed is lost: Python would fail to print it, again, when it ends."""
+    if sys.stdout is sys.__stdout__:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(arguments: list[str]) -> int:
     from t2r import commands
 
     modules = [module.name for module in pkgutil.iter_modules(commands.__path__)]
@@ -38,24 +71,10 @@ def main(arguments: list[str]) -> int:
         return 0
 
     from t2r.console import finish
-    from t2r.errors import InputError, Stopped
 
-    try:
-        parse_flags(command, arguments)
-        result = command.main()
-        finish(result, command.report_stream() if hasattr(command, "report_stream") else None)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Stopped as stopped:
-        print(f"{stopped}; run the same command to resume", file=sys.stderr)
-        return 128 + signal.SIGTERM  # the status of a process that SIGTERM ended, which schedulers expect
-    except BrokenPipeError:  # the reader of a pipe, such as head, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        print("stopped; saved files are intact: run the same command to resume", file=sys.stderr)
-        return 130
+    parse_flags(command, arguments)
+    result = command.main()
+    finish(result, command.report_stream() if hasattr(command, "report_stream") else None)
     return 0
 
 

@@ -1,7 +1,6 @@
 """Ahead-of-time compilation for TPUs, without one: the compiler's memory plan and its estimate of the run time."""
 
 import importlib.metadata
-import json
 import math
 import os
 import time
@@ -23,6 +22,7 @@ from t2r.benchmark.steps import NO_STOP_TOKEN, abstract_generation
 from t2r.decode.generate import scan_steps
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError
+from t2r.files import make_folder, write_json
 from t2r.layout import KV_CACHE, LINEAR_STATE, partition_spec, shardings
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.model.transformer import LanguageModel
@@ -97,6 +97,8 @@ def benchmark_compile(
 
     Returns a report; `output` is a JSON file for it.
     """
+    if output is not None:
+        make_folder(output.parent)
     without_devices()
     check(config)
     if decode:
@@ -105,8 +107,7 @@ def benchmark_compile(
         report = compile_training(config, topology)
     result = {**report, "estimate": True, "compiler": compiler(), "environment": environment.describe()}
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps({**result, "config": config.to_dict()}, indent=1) + "\n")
+        write_json(output, {**result, "config": config.to_dict()})
     return result
 
 

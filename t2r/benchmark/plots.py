@@ -7,6 +7,8 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
+from t2r.files import make_folder, writing
+
 SOFTMAX, RNN, OTHER = "#0072b2", "#d55e00", "#777777"
 COLORS = {
     "transformer": SOFTMAX, "t2r": RNN, "t2r_75": "#cc79a7", "t2r_unmerged": "#56b4e9", "elu": "#009e73",
@@ -73,8 +75,9 @@ def styled(figure) -> None:
 
 def save(figure, path: Path) -> list[str]:
     """Writes PATH.png and PATH.svg; returns both paths."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     names = [f"{path}.{ending}" for ending in ("png", "svg")]
     for name in names:
-        figure.savefig(name, dpi=150)
+        with writing(Path(name)):
+            figure.savefig(name, dpi=150)
     return names

@@ -35,11 +35,12 @@ def main() -> dict[str, Any]:
     from t2r.console import say
     from t2r.decode.sampling import Sampling
     from t2r.decode.state_file import save_generation
-    from t2r.decode.text import check_state_path, generate_text
+    from t2r.decode.text import generate_text
+    from t2r.files import check_output_file
     from t2r.store import model_dir
 
     if _SAVE.value:
-        check_state_path(Path(_SAVE.value))
+        check_output_file(Path(_SAVE.value))
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     loaded = model_dir.load(_MODEL.value, dtype=_DTYPE.value, kernels=_KERNELS.value)
     printer = Printer(_PROMPT.value, loaded.tokenizer.separator)

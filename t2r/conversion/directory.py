@@ -5,7 +5,7 @@ from typing import Any
 
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
-from t2r.errors import InputError
+from t2r.files import check_free
 from t2r.store import model_dir
 from t2r.store.model_dir import LoadedModel
 
@@ -23,8 +23,7 @@ def merge_model(loaded: LoadedModel, *, source: str = "") -> LoadedModel:
 def convert_directory(name: str, output: str | Path, *, merge: bool = False, **plan: Any) -> LoadedModel:
     """Loads the model `name`, converts it (or merges it, with `merge`), and saves it as the directory `output`."""
     output = Path(output)
-    if output.exists():
-        raise InputError(f"--output={output} exists already: choose another directory or remove it")
+    check_free(output)
     loaded = model_dir.load(name)
     result = merge_model(loaded, source=name) if merge else convert_model(loaded, source=name, **plan)
     model_dir.save(output, result)

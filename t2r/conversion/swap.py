@@ -5,7 +5,7 @@ import dataclasses
 from flax import nnx
 
 from t2r.attention.module import LinearAttention, SoftmaxAttention, make_feature_map
-from t2r.errors import InputError, raise_all
+from t2r.errors import InputError, check_seed, raise_all
 from t2r.model.config import AttentionSpec
 from t2r.model.transformer import LanguageModel
 
@@ -29,6 +29,7 @@ def swap(
     cross attention are swapped, with `features` and `cross_features`, unless `attention` is "causal" or "cross". The
     encoder is unchanged.
     """
+    check_seed(seed)
     config = model.config
     feature_sizes = {"attention": features}
     if config.encoder_layers:

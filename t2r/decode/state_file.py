@@ -1,24 +1,24 @@
 """Saves a generation to a file, and loads it to continue later."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from safetensors import SafetensorError
-from safetensors.flax import load_file, save_file
+from safetensors.flax import load_file, save
 
 from t2r.decode.generate import Generation
 from t2r.errors import InputError, raise_all
+from t2r.files import atomic_file
 from t2r.model.transformer import LanguageModel
 
 
 def save_generation(path: Path, generation: Generation) -> None:
     """Writes the file atomically."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    save_file({name: jnp.asarray(leaf) for name, leaf in named_leaves(generation)}, unfinished)
-    os.replace(unfinished, path)
+    content = save({name: jnp.asarray(leaf) for name, leaf in named_leaves(generation)})
+    with atomic_file(path) as unfinished:
+        unfinished.write_bytes(content)  # safetensors' own save_file would replace a device by a file
 
 
 def load_generation(path: Path, model: LanguageModel) -> Generation:

@@ -9,7 +9,8 @@ from t2r.data.tokenizer import Tokenizer, prompt_ids, stop_ids
 from t2r.decode.generate import Generation, append_prompts, generate_tokens, prefill, truncate_at_stop
 from t2r.decode.sampling import Sampling
 from t2r.decode.state_file import load_generation, save_generation
-from t2r.errors import InputError
+from t2r.errors import InputError, check_seed
+from t2r.files import check_output_file
 from t2r.store.model_dir import LoadedModel
 
 # Tokens per compiled loop: few when the text is streamed to a reader, more otherwise.
@@ -46,8 +47,9 @@ def generate_text(
         raise InputError("this is a translation model: use `t2r translate`")
     if length < 1:
         raise InputError(f"length={length} must be at least 1")
+    check_seed(seed)
     if save_state:
-        check_state_path(Path(save_state))
+        check_output_file(Path(save_state))
     generation = _begin(loaded, prompts, length, seed, load_state)
     stops = stop_ids(tokenizer)
     single = len(generation.done) == 1
@@ -68,12 +70,6 @@ def generate_text(
     if save_state:
         save_generation(Path(save_state), generation)
     return GeneratedText([tokenizer.decode(ids) for ids in sequences], sum(map(len, sequences)), seconds, generation)
-
-
-def check_state_path(path: Path) -> None:
-    """Refuses a path that no state can be saved to, before anything is generated."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise InputError(f"--save_state={path} cannot be written: name a file in a folder that exists")
 
 
 def _begin(

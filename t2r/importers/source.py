@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from t2r import environment
 from t2r.data.tokenizer import Tokenizer, TokenizerPair
 from t2r.errors import InputError
+from t2r.files import check_free
 from t2r.importers import fairseq, hugging_face, tokenizers
 from t2r.model.config import ModelConfig
 from t2r.model.parameters import Arrays, abstract_model, parameter_count, with_arrays
@@ -32,8 +33,7 @@ def import_model(
 ) -> dict[str, Any]:
     """Writes a model directory from a Hugging Face directory or a fairseq checkpoint; returns a summary."""
     source, output = Path(source), Path(output)
-    if output.exists():
-        raise InputError(f"--output={output} exists already: choose another or remove it")
+    check_free(output)
     imported = read_source(source, tokenizers.Languages(source_language, target_language))
     entry = {
         "action": "import",

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from t2r.benchmark.plots import OTHER, RNN, SOFTMAX, log_axes, styled
 from t2r.benchmark.steps import DecodeSpeed
 from t2r.console import short
+from t2r.files import atomic_file
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -69,7 +70,8 @@ def write_report(path: Path, report: Report) -> None:
         "Method: Kasai et al. (2021), “Finetuning Pretrained Transformers into RNNs”.</small></p>",
     ]
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-    path.write_text(page + "\n".join(parts) + "</html>\n", "utf-8")
+    with atomic_file(path) as unfinished:
+        unfinished.write_text(page + "\n".join(parts) + "</html>\n", "utf-8")
 
 
 def perplexity_plot(report: Report) -> str:

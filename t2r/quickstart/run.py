@@ -14,6 +14,7 @@ from t2r.data.sources import load_documents
 from t2r.decode.sampling import Sampling
 from t2r.decode.text import generate_text
 from t2r.evaluation.perplexity import perplexity
+from t2r.files import make_folder
 from t2r.model.transformer import LanguageModel
 from t2r.quickstart.page import Report, write_report
 from t2r.store import model_dir
@@ -39,6 +40,7 @@ def quickstart(
     Returns the perplexities, speeds and sizes, and the paths of the model and the report.
     """
     began, workdir, lengths = time.monotonic(), Path(workdir), sorted(lengths)
+    make_folder(workdir)
     config = load_config(CONFIG)
     config.data.source = data or config.data.source
     config.steps = steps or config.steps

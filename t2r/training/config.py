@@ -11,7 +11,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from t2r.data.pairs import is_pairs
-from t2r.errors import InputError, raise_all
+from t2r.errors import UINT32_MAX, InputError, raise_all
 from t2r.model.config import PRESETS, RUNTIME_FIELDS, ModelConfig, preset
 
 SHIPPED = Path(__file__).parents[1] / "configs"
@@ -117,7 +117,7 @@ def find_config(name: str) -> str:
     if not path.is_file() and path.parent in (Path(), Path("configs")) and path.suffix in ("", ".py"):
         path = SHIPPED / f"{path.stem}.py"
     if path.is_file() and path.suffix != ".py":
-        raise InputError(f"{given} is not a config: config files are Python files, NAME.py")
+        raise InputError(f"{file_name} is not a config: config files are Python files, NAME.py")
     if not path.is_file():
         shipped = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.py")))
         raise InputError(f"no config file {file_name}: give a path, or one of those that ship with t2r: {shipped}")
@@ -243,8 +243,8 @@ def check(config: ConfigDict) -> None:
         ("optimizer.warmup_steps", optimizer.warmup_steps, 0),
         ("optimizer.period", optimizer.period, 0),
     ]:
-        if value < least:
-            problems.append(f"config.{name}={value} must be at least {least}")
+        if not least <= value <= UINT32_MAX:
+            problems.append(f"config.{name}={value} must be at least {least} and at most {UINT32_MAX}")
     if not 0 <= config.label_smoothing < 1:
         problems.append(f"config.label_smoothing={config.label_smoothing} must be at least 0 and below 1")
     if not is_pairs(data.source) and data.batch % max(config.accumulate, 1):

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from ml_collections import ConfigDict
 from t2r import environment, processes
 from t2r.console import Progress, say
 from t2r.errors import InputError, Stopped, raise_all
-from t2r.files import exclusive, read_json
+from t2r.files import atomic_file, exclusive, read_json
 from t2r.layout import shardings
 from t2r.model.loss import Teacher
 from t2r.model.parameters import arrays_of, parameter_count, trainable_names, with_arrays
@@ -115,10 +114,8 @@ def set_up(
 
 def write_config(config: ConfigDict, workdir: Path) -> None:
     """Writes the resolved config to config.json, atomically."""
-    path = workdir / "config.json"
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(config.to_json(indent=1) + "\n")
-    os.replace(unfinished, path)
+    with atomic_file(workdir / "config.json") as unfinished:
+        unfinished.write_text(config.to_json(indent=1) + "\n")
 
 
 def restore(run: Run, state: TrainState, batches: grain.DatasetIterator) -> TrainState:

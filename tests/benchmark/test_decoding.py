@@ -178,7 +178,7 @@ def test_attention_is_measured_forward_and_backward(call, tmp_path):
         (["--preset=micro_lm", "--rows=t2r,gru,lstm"], "'gru'.*\n.*'lstm'"),
         (["--preset=micro_lm", "--field=vocab_size"], "NAME=VALUE"),
         (["--preset=micro_lm", "--field=vocab=3"], "unknown field 'vocab'"),
-        (["--preset=micro_lm", "--field=layers=many"], "layers=many: a value of another type"),
+        (["--preset=micro_lm", "--field=layers=many"], "layers='many' must be of type int"),
         (["--preset=micro_lm", "--lengths=8,many"], "whole numbers"),
         (["--preset=micro_lm", "--topology=v1:2x2"], "known TPUs: v2"),
     ],
