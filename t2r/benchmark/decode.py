@@ -280,8 +280,8 @@ def plot_speed(results: Results, request: Request, device: str) -> list[str]:
     speeds, spreads = by_model(results, "decode", "tokens_per_second"), by_model(results, "decode", "spread")
     floors, curves = by_model(results, "decode", "floor_seconds"), []
     for name, points in speeds.items():
-        bound = {length: request.batch / seconds for length, seconds in floors.get(name, {}).items()}
-        curves.append(Curve(name, label(name, request.models[name]), points, spreads.get(name), bound))
+        limit = {length: request.batch / seconds for length, seconds in floors.get(name, {}).items()}
+        curves.append(Curve(name, label(name, request.models[name]), points, spreads.get(name), limit=limit))
     for name, points in by_model(results, "peer", "tokens_per_second").items():
         curves.append(Curve(name, name.replace("_", " "), points))
     if not curves or results.figure() is None:

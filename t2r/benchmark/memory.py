@@ -125,8 +125,8 @@ def memory_table(results: Results) -> str:
         (line["asked"]["row"], line["asked"]["length"], *(line[name] / MIB if name in line else "" for name in present))
         for line in lines
     ]
-    headers = [name.removesuffix("_bytes").replace("_", " ") for name in present]
-    return table(["MiB", "tokens", *headers], rows)
+    headers = [name.removesuffix("_bytes").replace("_", " ") + ", MiB" for name in present]
+    return table(["model", "tokens", *headers], rows)
 
 
 def plot_memory(results: Results, request: Request, device: str) -> list[str]:
@@ -141,9 +141,9 @@ def plot_memory(results: Results, request: Request, device: str) -> list[str]:
     if not counted or results.figure() is None:
         return []
     curves = [
-        Curve(name, label(name, request.models[name]), points, bound=in_program.get(name))
+        Curve(name, label(name, request.models[name]), points, beside=in_program.get(name))
         for name, points in counted.items()
     ]
     title = f"Attention state, {request.title}\n{device}"
-    figure = length_plot(curves, title=title, unit="MiB", bound="in the compiled program")
+    figure = length_plot(curves, title=title, unit="MiB", beside="in the compiled program")
     return save(figure, results.figure())

@@ -1,10 +1,11 @@
-"""Generate text from a prompt; it is printed token by token.
+"""Generate text from a prompt; a single text is printed while it is generated.
 
 t2r generate --model=MODEL --prompt=TEXT --length=N [--temperature=0.8 --top_k=40 --top_p=0.95 --seed=0]
 t2r generate --model=MODEL --prompt=TEXT --length=N --save_state=FILE     (saves the state)
 t2r generate --model=MODEL --load_state=FILE --length=N [--prompt=MORE]   (continues from a saved state)
 
-Repeat --prompt for a batch of prompts.
+Repeat --prompt for a batch of prompts. The last line is JSON; on a terminal it has all but the text, which stands above
+it.
 """
 
 import sys
@@ -44,6 +45,7 @@ def main() -> dict[str, Any]:
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     loaded = model_dir.load(_MODEL.value, dtype=_DTYPE.value, kernels=_KERNELS.value)
     printer = Printer(_PROMPT.value, loaded.tokenizer.separator)
+    terminal = sys.stdout.isatty()
     result = generate_text(
         loaded,
         _PROMPT.value,
@@ -52,13 +54,14 @@ def main() -> dict[str, Any]:
         seed=_SEED.value,
         load_state=_LOAD.value,
         on_text=printer,
+        text_every=1 if terminal else 8,
     )
     printer.finish(result.texts)
     if _SAVE.value:  # after the texts: they are not lost if the disk is full
         save_generation(Path(_SAVE.value), result.generation)
         say(f"state saved to {_SAVE.value}")
     return {
-        "text": result.texts[0] if len(result.texts) == 1 else result.texts,
+        **({} if terminal else {"text": result.texts[0] if len(result.texts) == 1 else result.texts}),
         "tokens": result.tokens,
         "tokens_per_second": round(result.tokens / result.seconds, 1),
         "seconds": round(result.seconds, 2),

@@ -13,8 +13,8 @@ from t2r.errors import InputError, check_seed
 from t2r.files import check_output_file
 from t2r.store.model_dir import LoadedModel
 
-# Tokens per compiled loop: few when the text is streamed to a reader, more otherwise.
-STREAMED_SEGMENT, SEGMENT = 8, 64
+SEGMENT = 64  # tokens per compiled loop, when nobody reads along
+_WINDOW = 32  # tokens that a stream decodes again with each new one, since a character may be of several tokens
 
 
 class GeneratedText(NamedTuple):
@@ -36,11 +36,12 @@ def generate_text(
     load_state: str | Path | None = None,
     save_state: str | Path | None = None,
     on_text: Callable[[str], None] | None = None,
+    text_every: int = 1,
 ) -> GeneratedText:
     """Generates up to `length` tokens after each prompt, greedily by default; without prompts, one text from scratch.
 
-    `load_state` continues from a state file, `save_state` writes one. For a single prompt, `on_text` is called with
-    each new piece of text as it is generated.
+    `load_state` continues from a state file, `save_state` writes one. For a single prompt, `on_text` is called with the
+    new text after every `text_every` tokens; more at a time are faster.
     """
     model, tokenizer, _ = loaded
     if model.config.encoder_layers:
@@ -62,7 +63,7 @@ def generate_text(
         end=stops,
         sampling=sampling,
         on_tokens=stream,
-        segment=STREAMED_SEGMENT if stream else SEGMENT,
+        segment=text_every if stream else SEGMENT,
     )
     seconds = time.perf_counter() - began
     if stream:
@@ -93,11 +94,15 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[int, ...], on_text: Callable[[str], None]):
         self._tokenizer, self._stops, self._on_text = tokenizer, stops, on_text
-        self._ids, self._shown = [], 0
+        self._ids, self._shown = [], 0  # the last tokens, and how many characters of their text were shown
 
     def __call__(self, tokens) -> None:
-        self._ids = truncate_at_stop([*self._ids, *(int(token) for token in tokens[0])], self._stops)
-        self._show(self._tokenizer.decode(self._ids).rstrip("\ufffd"))
+        self._ids += truncate_at_stop([int(token) for token in tokens[0]], self._stops)
+        text = self._tokenizer.decode(self._ids)
+        self._show(text.rstrip("\ufffd"))
+        if len(self._ids) > 2 * _WINDOW and not text.endswith("\ufffd"):  # all is shown: forget the older half
+            self._ids = self._ids[-_WINDOW:]
+            self._shown = len(self._tokenizer.decode(self._ids))
 
     def _show(self, text: str) -> None:
         self._on_text(text[self._shown :])

@@ -68,6 +68,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
         checkpoints = Checkpoints(workdir / "checkpoints", max(config.keep_checkpoints, config.average_checkpoints))
         if checkpoints.latest is not None:
             check_same_run(config, workdir)
+        read_metrics(workdir / "metrics.jsonl")  # a damaged file is refused before anything is computed
         with full_disk_explained(workdir, checkpoints):
             return run_to_the_end(config, workdir, checkpoints)
 
@@ -76,8 +77,8 @@ def run_to_the_end(config: ConfigDict, workdir: Path, checkpoints: Checkpoints) 
     """Sets the run up, restores it, runs its steps, and writes the model directory."""
     began = time.time()
     run, state, batches = set_up(config, workdir, checkpoints)
-    processes.on_first_process(lambda: write_config(config, workdir))  # after set_up, which checks it further
     state = restore(run, state, batches)
+    processes.on_first_process(lambda: write_config(config, workdir))  # after all that may refuse it
     state = run_steps(run, state, batches)
     state, averaged = average(run, state)
     return save_model(run, state, {"checkpoints": averaged}, began)

@@ -1,7 +1,9 @@
 """The command line in real processes: results in the last line of output, and errors."""
 
+import contextlib
 import json
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -144,3 +146,24 @@ def test_bad_input_gets_one_clear_error(saved_lm, saved_translator, tmp_path):
     long = f"--input={tmp_path}/long.txt"
     assert "line 2" in refused("translate", with_model, long, "--max_source=20", f"--output={tmp_path}/x")
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.slow
+def test_on_a_terminal_a_text_is_printed_once():
+    """Into a pipe, the last line has it again, for programs."""
+    options = ["generate", "--model=builtin:tiny_lm", "--prompt=Return a new", "--length=12"]
+    text = result(t2r(*options))["text"]
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "t2r", *options]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=end, stderr=subprocess.DEVNULL)
+    os.close(end)
+    pieces = []
+    with contextlib.suppress(OSError):  # Linux raises it where a terminal ends
+        while piece := os.read(terminal, 10_000):
+            pieces.append(piece.decode())
+    os.close(terminal)
+    assert process.wait(timeout=60) == 0
+    printed = "".join(pieces).replace("\r\n", "\n")
+    assert printed.startswith("Return a new" + text) and printed.count(text) == 1
+    summary = json.loads(printed.splitlines()[-1])
+    assert summary["tokens"] == 12 and "text" not in summary
