@@ -29,7 +29,7 @@ def get_config(variant: str = "text"):
     if variant not in VARIANTS:
         raise InputError(f"unknown variant {variant!r}: choose one of {', '.join(VARIANTS)}")
     config = default_config()
-    config.init_from = "imported"
+    config.init_from = ""  # must be given
     config.model = pretrained(dtype="bfloat16")
     config.convert.update(feature_map="t2r", features=32)
     config.steps = 2000

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from t2r.benchmark.compile import describe_topology
+from t2r.benchmark.compile import describe_topology, topology_of
 from t2r.benchmark.decode import compile_models, describe_machine
 from t2r.benchmark.floor import state_bytes
 from t2r.benchmark.models import Request, abstract_inference_model, label, random_model
@@ -40,7 +40,7 @@ def benchmark_memory(
 
     Prints a table, writes JSON and a plot, and returns a summary.
     """
-    axes = dict.fromkeys(AXES, 1) | (mesh or {})
+    topology, axes = topology and topology_of(topology), dict.fromkeys(AXES, 1) | (mesh or {})
     devices = math.prod(axes.values())
     results = open_results("memory", output, describe_topology(topology) if topology else None)
     if topology:

@@ -34,7 +34,7 @@ def define_models() -> SimpleNamespace:
 def define_topology() -> SimpleNamespace:
     """Flags that select a TPU to compile for."""
     return SimpleNamespace(
-        topology=flags.DEFINE_string("topology", None, "Only compile, for this TPU slice, such as v2:2x2."),
+        topology=flags.DEFINE_string("topology", None, "Only compile, for this TPU slice, such as v2:2x2 or v2-8."),
         mesh=flags.DEFINE_string("mesh", "", "With --topology: data=N,fsdp=N,tensor=N; default: one device."),
     )
 

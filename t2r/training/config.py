@@ -265,7 +265,12 @@ def check(config: ConfigDict) -> None:
             "config.model sets an architecture, but config.init_from already has one: use a config variant for "
             "finetuning, or set config.model to t2r.training.config.pretrained(...)"
         )
-    if (config.teacher.writes or has_teacher(config)) and not config.init_from:
+    if not config.init_from and not config.init_preset and not set(config.model) - set(RUNTIME_FIELDS):
+        problems.append(
+            "config.init_from is missing: give the model to start from, a directory that `t2r import` or `t2r train` "
+            "wrote, as in --config.init_from=runs/gpt2, or --config.init_from=builtin:tiny_lm"
+        )
+    elif (config.teacher.writes or has_teacher(config)) and not config.init_from:
         problems.append("config.teacher needs config.init_from: the model that is the teacher")
     if config.teacher.transfer_steps and not config.convert.feature_map:
         problems.append(
