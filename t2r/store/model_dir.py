@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t2r.data.tokenizer import Tokenizer, TokenizerPair, load_pair, load_tokenizer
+from t2r.data.tokenizer import Tokenizer, TokenizerPair, Words, load_pair, load_tokenizer
 from t2r.errors import InputError, raise_all
 from t2r.files import atomic_directory, check_free, read_json, recover
 from t2r.model.config import RUNTIME_FIELDS, ModelConfig, from_dict
@@ -62,6 +62,8 @@ def load(path: str | Path, **runtime: Any) -> LoadedModel:
     config = load_config(path, **runtime)
     model = with_arrays(abstract_model(config), load_arrays(path, config))
     tokenizer = load_pair(path) if config.encoder_layers else load_tokenizer(path)
+    if isinstance(tokenizer, Words) and tokenizer.vocab_size != config.vocab_size:
+        raise InputError(f"{path / tokenizer.file} has {tokenizer.vocab_size:,} words, the model {config.vocab_size:,}")
     return LoadedModel(model, tokenizer, _provenance(path / "provenance.json"))
 
 

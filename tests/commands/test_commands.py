@@ -12,6 +12,7 @@ import pytest
 
 from conftest import QUICK_TO_COMPILE
 from t2r.data.sources import load_documents
+from tests.damages import snapshot
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,7 +111,16 @@ def test_the_quickstart_runs_from_end_to_end(tmp_path):
     page = Path(summary["report"]).read_text()
     assert page.count("<svg") == 2 and "<table>" in page
     assert not any(external in page for external in ("<script src", "<link", 'src="http', "@import"))
+    assert "<small>Made in" in page and "with Python" in page and "{" not in page.partition("<small>")[2]
     assert "merge" in (tmp_path / "run" / "t2r" / "provenance.json").read_text()
+
+    before = snapshot(tmp_path / "run" / "finetune"), snapshot(tmp_path / "run" / "t2r")
+    again = t2r("quickstart", *options)
+    assert "they are not computed again" in again.stderr and "finetune" not in again.stderr
+    assert (snapshot(tmp_path / "run" / "finetune"), snapshot(tmp_path / "run" / "t2r")) == before
+    measured = ("speedup", "seconds")
+    kept, first = ({k: v for k, v in r.items() if k not in measured} for r in (result(again), summary))
+    assert kept == first
 
 
 @pytest.mark.parametrize("command", ["train", "convert", "evaluate", "generate", "translate", "quickstart"])
