@@ -8,8 +8,15 @@ import pkgutil
 import re
 import signal
 import sys
+import textwrap
 
 from absl import flags
+
+USAGE = """t2r converts a pretrained transformer into a recurrent network. To see it work, run: t2r quickstart
+
+usage: t2r COMMAND [--FLAG=VALUE ...]      (t2r COMMAND --help explains a command)
+
+"""
 
 
 def main(arguments: list[str]) -> int:
@@ -50,7 +57,8 @@ def _run(arguments: list[str]) -> int:
     from t2r import commands
 
     modules = [module.name for module in pkgutil.iter_modules(commands.__path__)]
-    names = sorted(name.replace("_", " ") for name in modules if not name.startswith("_"))
+    names = [name.replace("_", " ") for name in modules if not name.startswith("_")]
+    names.sort(key=lambda name: (name.startswith("benchmark"), name))
     if " ".join(arguments[:2]) in names:  # two words, such as `benchmark compile`
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
     if not arguments or arguments[0] not in names:
@@ -61,13 +69,11 @@ def _run(arguments: list[str]) -> int:
             meant = f": did you mean {close[0]!r}?" if close else ""
             print(f"error: unknown command {given!r}{meant}", file=sys.stderr)
         lines = (f"  {name:<20} {_summary(name)}" for name in names)
-        print(
-            "usage: t2r COMMAND [--FLAG=VALUE ...]      (t2r COMMAND --help explains a command)\n\n" + "\n".join(lines)
-        )
+        print(USAGE + "\n".join(lines))
         return 0 if wants_help else 2
     command = importlib.import_module(_module(arguments[0]))
     if {"--help", "-h", "-help"} & set(arguments):
-        print(command.__doc__ + "\n" + flags.FLAGS.module_help(command))
+        print(f"{command.__doc__}\n{_flag_help(command)}")
         return 0
 
     from t2r.console import finish
@@ -97,6 +103,22 @@ def parse_flags(command, arguments: list[str]) -> None:
         raise InputError(f"{message}: see --help" if missing else str(error)) from None
     if rest:
         raise InputError(f"unexpected arguments {' '.join(rest)}: write flags as --name=value")
+
+
+def _flag_help(command) -> str:
+    """The flags of a command, each with its default if it has one; those that must be given come first."""
+    texts = []
+    for flag in flags.FLAGS.get_key_flags_for_module(command):
+        required = flag.name == "config" or any("other than None" in check.message for check in flag.validators)
+        values = "|".join(getattr(flag.parser, "enum_values", None) or ["VALUE"])
+        form = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}={values}"
+        shows_default = not flag.boolean and flag.default not in (None, "", [], -1)
+        default = f" (default: {flag.default_as_str[1:-1]})" if shows_default else ""
+        # absl puts the values before the help, and after it that a flag may be repeated
+        text = ("Required. " if required else "") + flag.help.removeprefix(f"<{values}>: ").split(";\n")[0] + default
+        paragraph = textwrap.fill(text, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        texts.append((not required, flag.name, f"  {form}\n{paragraph}"))
+    return "\n".join(["Flags:", *(text for _, _, text in sorted(texts))])
 
 
 def _module(name: str) -> str:

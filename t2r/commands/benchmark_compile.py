@@ -15,7 +15,9 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-_CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file, with an optional :VARIANT.")
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", help_string="Config: NAME[:VARIANT] of one that ships with t2r, or PATH.py[:VARIANT]."
+)
 _TOPOLOGY = flags.DEFINE_string(
     "topology", None, "TPU slice: version and chips, such as v5e:4x4; or its cloud name, v5litepod-16.", required=True
 )

@@ -20,7 +20,9 @@ _LENGTH = flags.DEFINE_integer("length", 100, "Maximum number of tokens to gener
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0: greedy.")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the most likely tokens whose total probability reaches this.")
-_SEED = flags.DEFINE_integer("seed", 0, "A loaded state has its own.", lower_bound=0, upper_bound=2**32 - 1)
+_SEED = flags.DEFINE_integer(
+    "seed", 0, "Random seed for sampling; a loaded state has its own.", lower_bound=0, upper_bound=2**32 - 1
+)
 _SAVE = flags.DEFINE_string("save_state", None, "File to save the decoding state to.")
 _LOAD = flags.DEFINE_string("load_state", None, "File with a state to continue from; --prompt, if given, is appended.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")

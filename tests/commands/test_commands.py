@@ -126,7 +126,9 @@ def test_the_quickstart_runs_from_end_to_end(tmp_path):
 @pytest.mark.parametrize("command", ["train", "convert", "evaluate", "generate", "translate", "quickstart"])
 def test_help_names_each_command_and_its_flags(command):
     run = t2r(command, "--help")
-    assert run.returncode == 0 and f"t2r {command}" in run.stdout and "--" in run.stdout
+    assert run.returncode == 0 and f"t2r {command}" in run.stdout and "\nFlags:\n  --" in run.stdout
+    assert command == "quickstart" or "Required. " in run.stdout.split("Flags:")[1].splitlines()[2]
+    assert not any(noise in run.stdout for noise in ("None", "t2r.commands", "repeat this option", "(an integer)"))
     listing = t2r("--help")
     assert listing.returncode == 0 and command in listing.stdout
 
