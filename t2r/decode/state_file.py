@@ -29,10 +29,12 @@ def load_generation(path: Path, model: LanguageModel) -> Generation:
         raise InputError(f"no state file {path}: check the path") from None
     except (SafetensorError, OSError) as error:
         raise InputError(f"cannot read {path}: {error}; it is damaged or not a state file") from None
-    if "last" not in arrays:
-        raise InputError(f"{path} is not a saved state: it has no array 'last'")
+    if "last" not in arrays or arrays["last"].ndim != 1:
+        raise InputError(f"{path} is not a saved state: it has no array 'last', one token for each sequence")
     batch = len(arrays["last"])
-    capacity = max([array.shape[1] for name, array in arrays.items() if name.endswith(".valid")], default=1)
+    capacity = max(
+        [array.shape[1] for name, array in arrays.items() if name.endswith(".valid") and array.ndim == 2], default=1
+    )
     key = jax.random.key_data(jax.random.key(0))
     expected = jax.eval_shape(
         lambda: Generation(model.init_state(batch, capacity), jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool), key)

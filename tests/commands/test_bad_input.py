@@ -7,10 +7,11 @@ import sys
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.commands.test_commands import ROOT, t2r
 from tests.conftest import slow_but
-from tests.damages import snapshot
+from tests.damages import DAMAGES, snapshot
 
 
 @pytest.fixture
@@ -163,3 +164,45 @@ def test_a_result_that_cannot_be_printed(saved_lm, shell):
 def test_bytes_that_are_not_text_in_a_real_process(saved_lm):
     run = t2r("generate", f"--model={saved_lm}", b"--prompt=\xff\xfe".decode("utf-8", "surrogateescape"))
     assert run.returncode == 2 and "is not UTF-8 text" in run.stderr and "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
+def test_a_damaged_state_is_refused(saved_lm, tmp_path, call):
+    state = tmp_path / "state"
+    assert call("generate", f"--model={saved_lm}", "--length=1", f"--save_state={state}")[0] == 0
+    wrong = [{"last": np.zeros((), np.int32)}, {"last": np.zeros(2, np.int32), "x.valid": np.zeros(2)}]
+    whole = state.read_bytes()
+
+    def refused() -> None:
+        before = snapshot(tmp_path)
+        status, printed = call("generate", f"--model={saved_lm}", "--length=1", f"--load_state={state}")
+        assert status == 2 and printed.startswith("error: ") and str(state) in printed, printed
+        assert snapshot(tmp_path) == before
+
+    for damage in DAMAGES.values():
+        state.write_bytes(whole)
+        damage(state)
+        refused()
+        state.rmdir() if state.is_dir() else state.unlink(missing_ok=True)
+    for arrays in wrong:
+        save_file(arrays, state)
+        refused()
+
+
+@pytest.mark.slow
+def test_damaged_measurements_are_refused_or_made_again(tmp_path, call):
+    command = ["benchmark", "memory", "--preset=micro_lm", "--rows=t2r", "--lengths=4", f"--output={tmp_path}"]
+    status, right = call(*command)
+    assert status == 0
+    path = tmp_path / "memory.jsonl"
+    whole = path.read_bytes()
+    for damage in DAMAGES.values():
+        path.write_bytes(whole)
+        damage(path)
+        before = snapshot(tmp_path)
+        status, result = call(*command)
+        if status == 0:
+            assert result == right
+        else:
+            assert status == 2 and str(path) in result and snapshot(tmp_path) == before
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
