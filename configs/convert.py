@@ -35,7 +35,7 @@ def get_config(variant: str = "text"):
     if name not in VARIANTS or (slash and recipe != "paper"):
         raise InputError(f"unknown variant {variant!r}: choose one of {', '.join(VARIANTS)}, or one with /paper")
     config = default_config()
-    config.init_from = "imported"
+    config.init_from = ""  # must be given
     config.model = pretrained(dtype="bfloat16")
     config.convert.update(feature_map="t2r", features=32)
     config.steps = 2000

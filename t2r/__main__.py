@@ -8,16 +8,57 @@ import pkgutil
 import re
 import signal
 import sys
+import textwrap
 
 from absl import flags
 
+USAGE = """t2r converts a pretrained transformer into a recurrent network. To see it work, run: t2r quickstart
+
+usage: t2r COMMAND [--FLAG=VALUE ...]      (t2r COMMAND --help explains a command)
+
+"""
+
 
 def main(arguments: list[str]) -> int:
-    """Runs a command and returns its exit status. An InputError is one message and status 2; other errors propagate."""
+    """Runs a command and returns its exit status. Bad input is one message and status 2; other errors propagate."""
+    from t2r.errors import InputError, Stopped
+
+    try:
+        status = _run(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where an error can still be explained
+        return status
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Stopped as stopped:
+        print(f"{stopped}; run the same command to resume", file=sys.stderr)
+        return 128 + signal.SIGTERM  # the status of a process that SIGTERM ended, which schedulers expect
+    except BrokenPipeError:  # the reader of a pipe, such as head, has ended
+        _discard_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:  # a file or a disk, where the code that uses it has no better explanation
+        if error.errno is None:
+            raise
+        _discard_output()
+        print(f"error: {error.filename or 'cannot write the output'}: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # before a command has begun
+        return 128 + signal.SIGINT
+
+
+def _discard_output() -> None:
+    """What is still to be printed is lost: Python would fail to print it, again, when it ends."""
+    if sys.stdout is sys.__stdout__:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(arguments: list[str]) -> int:
     from t2r import commands
 
     modules = [module.name for module in pkgutil.iter_modules(commands.__path__)]
-    names = sorted(name.replace("_", " ") for name in modules if not name.startswith("_"))
+    names = [name.replace("_", " ") for name in modules if not name.startswith("_")]
+    names.sort(key=lambda name: (name.startswith("benchmark"), name))
     if " ".join(arguments[:2]) in names:  # two words, such as `benchmark compile`
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
     if not arguments or arguments[0] not in names:
@@ -28,17 +69,14 @@ def main(arguments: list[str]) -> int:
             meant = f": did you mean {close[0]!r}?" if close else ""
             print(f"error: unknown command {given!r}{meant}", file=sys.stderr)
         lines = (f"  {name:<20} {_summary(name)}" for name in names)
-        print(
-            "usage: t2r COMMAND [--FLAG=VALUE ...]      (t2r COMMAND --help explains a command)\n\n" + "\n".join(lines)
-        )
+        print(USAGE + "\n".join(lines))
         return 0 if wants_help else 2
     command = importlib.import_module(_module(arguments[0]))
     if {"--help", "-h", "-help"} & set(arguments):
-        print(command.__doc__ + "\n" + flags.FLAGS.module_help(command))
+        print(f"{command.__doc__}\n{_flag_help(command)}")
         return 0
 
     from t2r.console import finish, interruptible
-    from t2r.errors import InputError, Stopped
 
     if sys.stdout is None:  # every command's result goes there; Python would drop it in silence
         print("error: standard output is closed: redirect it to a file, or to /dev/null", file=sys.stderr)
@@ -48,15 +86,6 @@ def main(arguments: list[str]) -> int:
             parse_flags(command, arguments)
             result = command.main()
             finish(result, command.report_stream() if hasattr(command, "report_stream") else None)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Stopped as stopped:
-        print(f"{stopped}; run the same command to resume", file=sys.stderr)
-        return 128 + signal.SIGTERM  # the status of a process that SIGTERM ended, which schedulers expect
-    except BrokenPipeError:  # the reader of a pipe, such as head, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         after = "run the same command to resume" if hasattr(command, "RESUMES") else "no file was written"
         print(f"\ninterrupted: {after}", file=sys.stderr)
@@ -83,6 +112,22 @@ def parse_flags(command, arguments: list[str]) -> None:
         raise InputError(f"{message}: see --help" if missing else str(error)) from None
     if rest:
         raise InputError(f"unexpected arguments {' '.join(rest)}: write flags as --name=value")
+
+
+def _flag_help(command) -> str:
+    """The flags of a command, each with its default if it has one; those that must be given come first."""
+    texts = []
+    for flag in flags.FLAGS.get_key_flags_for_module(command):
+        required = flag.name == "config" or any("other than None" in check.message for check in flag.validators)
+        values = "|".join(getattr(flag.parser, "enum_values", None) or ["VALUE"])
+        form = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}={values}"
+        shows_default = not flag.boolean and flag.default not in (None, "", [], -1)
+        default = f" (default: {flag.default_as_str[1:-1]})" if shows_default else ""
+        # absl puts the values before the help, and after it that a flag may be repeated
+        text = ("Required. " if required else "") + flag.help.removeprefix(f"<{values}>: ").split(";\n")[0] + default
+        paragraph = textwrap.fill(text, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        texts.append((not required, flag.name, f"  {form}\n{paragraph}"))
+    return "\n".join(["Flags:", *(text for _, _, text in sorted(texts))])
 
 
 def _module(name: str) -> str:

@@ -115,14 +115,16 @@ def table(headers: list[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def short(value: Any) -> str:
-    """A value as text; numbers are rounded to four digits and get thousands separators."""
+    """A value as text; numbers have thousands separators, and those that are not whole have four digits."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if isinstance(value, int):
         return f"{value:,}"
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value:.3g}"
+    if not 1e-4 <= abs(value) < 1e15:  # zero, NaN and infinity too
+        return f"{value:.4g}"
+    rounded = float(f"{abs(value):.4g}")  # 999.96 is 1,000
+    decimals = max(0, 3 - math.floor(math.log10(rounded)))
+    return f"{value:,.{decimals}f}"
 
 
 def finish(result: dict[str, Any], stream: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""The error type for bad input. Its message names the value, the problem and the fix."""
+"""The error type for bad input, whose message names the value, the problem and the fix; and checks that all share."""
 
 
 class InputError(ValueError):
@@ -9,6 +9,15 @@ def raise_all(subject: str, problems: list[str]) -> None:
     """Raises one InputError that lists every problem, so that a user can fix them all at once."""
     if problems:
         raise InputError(subject + "".join(f"\n  - {problem}" for problem in problems))
+
+
+UINT32_MAX = 2**32 - 1
+
+
+def check_seed(seed: int) -> None:
+    """Refuses a seed that JAX does not take."""
+    if not 0 <= seed <= UINT32_MAX:
+        raise InputError(f"seed={seed} must be at least 0 and at most {UINT32_MAX}")
 
 
 class Stopped(Exception):

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from t2r.errors import InputError
 
 
@@ -27,13 +29,92 @@ def read_file(path: Path, purpose: str) -> str:
 
 def read_json(path: Path, purpose: str) -> dict[str, Any]:
     """The object in a JSON file."""
+    text = read_file(path, purpose)
     try:
-        content = json.loads(read_file(path, purpose))
-    except (json.JSONDecodeError, RecursionError) as error:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
         raise InputError(f"{path} is not JSON ({error}): {purpose}") from None
     if not isinstance(content, dict):
         raise InputError(f"{path} has a {type(content).__name__} where a JSON object is needed: {purpose}")
     return content
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file."""
+    try:
+        with np.load(path) as stored:
+            return dict(stored)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or 'it is damaged'}; give a .npz file") from None
+    except Exception:  # numpy raises many kinds, with advice to run the code that a file may contain
+        raise InputError(f"{path} holds no arrays, or is damaged: write it with numpy.savez") from None
+
+
+def check_free(path: Path) -> None:
+    """Refuses an output directory that exists or cannot be created, before anything is computed for it."""
+    if os.path.lexists(path):
+        raise InputError(f"{path} exists already: choose another output or remove it")
+    ancestor = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
+    _check_folder(path, ancestor)
+
+
+def check_output_file(path: Path) -> None:
+    """Refuses an output file that cannot be written, before anything is computed for it."""
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder; name a file")
+    _check_folder(path, path.absolute().parent)
+
+
+def _check_folder(path: Path, folder: Path) -> None:
+    if not folder.is_dir():
+        raise InputError(f"cannot write {path}: {folder} is not a folder that exists")
+    if not os.access(folder, os.W_OK) and not path.exists():
+        raise InputError(f"cannot write {path}: no permission to write in {folder}, or its disk is read-only")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Within it, an error of the file system, such as a full disk, is an InputError that names `path`."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.errno is None:  # not of the file system
+            raise
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+
+
+def make_folder(path: Path) -> None:
+    """Creates a folder and those above it, unless they exist."""
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yields a temporary path to write to, and renames it to `path` at the end.
+
+    A link is followed, so that it stays one. Devices and pipes, such as /dev/stdout, are written to directly.
+    """
+    target = Path(os.path.realpath(path))
+    with writing(path):
+        if target.exists() and not target.is_file():
+            yield target
+            return
+        unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
+        try:
+            yield unfinished
+            os.replace(unfinished, target)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a JSON file atomically; its folder is created if it does not exist."""
+    make_folder(path.parent)
+    with atomic_file(path) as unfinished:
+        unfinished.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def recover(path: Path) -> None:
@@ -44,10 +125,18 @@ def recover(path: Path) -> None:
             continue
         if int(process) != os.getpid() and _is_running(int(process)):
             continue
-        if suffix == "old" and not path.exists():
+        if suffix == "old" and not os.path.lexists(path):
             left.rename(path)
         else:
-            shutil.rmtree(left, ignore_errors=True)
+            _remove(left)
+
+
+def _remove(path: Path) -> None:
+    """Removes a directory, or a link or a file that stood where a directory should be."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _is_running(process: int) -> bool:
@@ -66,20 +155,18 @@ def atomic_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
     With `replace`, an existing directory is replaced. If the body raises, the temporary directory is removed.
     """
-    recover(path)
-    unfinished, old = (path.with_name(f"{path.name}.{os.getpid()}.{suffix}") for suffix in ("unfinished", "old"))
-    try:
-        unfinished.mkdir(parents=True)
-    except (PermissionError, NotADirectoryError, FileExistsError) as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
-    try:
-        yield unfinished
-        if replace and path.exists():
-            path.rename(old)
-        unfinished.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with writing(path):
+        recover(path)
+        unfinished, old = (path.with_name(f"{path.name}.{os.getpid()}.{suffix}") for suffix in ("unfinished", "old"))
+        try:
+            unfinished.mkdir(parents=True)
+            yield unfinished
+            if replace and os.path.lexists(path):
+                path.rename(old)
+            unfinished.rename(path)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        _remove(old)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -42,10 +43,12 @@ from flax import nnx  # noqa: E402
 from hypothesis import HealthCheck, is_hypothesis_test, settings  # noqa: E402
 
 from t2r.__main__ import main  # noqa: E402
-from t2r.data.tokenizer import SentencePiece  # noqa: E402
+from t2r.data.pairs import number_pairs  # noqa: E402
+from t2r.data.tokenizer import SentencePiece, TokenizerPair  # noqa: E402
 from t2r.model import transformer  # noqa: E402
 from t2r.model.config import AttentionSpec, ModelConfig, preset  # noqa: E402
 from t2r.model.parameters import abstract_model, arrays_of, with_arrays  # noqa: E402
+from t2r.store import model_dir  # noqa: E402
 
 # Each example compiles, so the quick suite has few; the seed is fixed, so that a failure is the same everywhere.
 # `pytest -m property --hypothesis-profile=thorough` tries many.
@@ -144,6 +147,25 @@ def tokenizer() -> SentencePiece:
     return SentencePiece.train(PROSE, 300)
 
 
+@pytest.fixture(scope="session")
+def saved_lm(tmp_path_factory, tokenizer):
+    """The directory of a random language model."""
+    path = tmp_path_factory.mktemp("models") / "transformer"
+    model_dir.save(path, model_dir.LoadedModel(make_model(micro(vocab_size=300)), tokenizer, {"history": []}))
+    return path
+
+
+@pytest.fixture(scope="session")
+def saved_translator(tmp_path_factory):
+    """The directory of a random translation model."""
+    path = tmp_path_factory.mktemp("models") / "translator"
+    text = "\n".join(side for pair in number_pairs(1000) for side in pair)
+    tokenizer = SentencePiece.train(text, 340, sentences=True)
+    model = make_model(micro_mt(vocab_size=340, tied_output=False))
+    model_dir.save(path, model_dir.LoadedModel(model, TokenizerPair(tokenizer, tokenizer), {"history": []}))
+    return path
+
+
 @pytest.fixture
 def text_file(tmp_path):
     """A file with enough text to train on for a few steps."""
@@ -160,6 +182,18 @@ def config_file(tmp_path, text_file):
     path = tmp_path / "config.py"
     path.write_text(CONFIG.format(text=text_file))
     return path
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MiB in memory; mounting one needs root."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
 
 
 def forget_commands() -> None:

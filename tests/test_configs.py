@@ -40,9 +40,18 @@ VARIANTS = (
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_is_a_valid_run(variant):
     config = load_config(f"{CONFIGS}/{variant}")
+    if variant.startswith("convert"):
+        config.init_from = "runs/imported"  # must be given
     check(config)
     rate = make_schedule(config.optimizer, config.steps)
     assert float(rate(config.optimizer.warmup_steps)) == pytest.approx(config.optimizer.learning_rate)
+
+
+@pytest.mark.parametrize("variant", module("convert").VARIANTS)
+def test_a_conversion_without_a_model_says_what_to_give(variant):
+    with pytest.raises(InputError, match=r"config.init_from is missing: give(.|\n)*t2r import") as raised:
+        check(load_config(f"{CONFIGS}/convert.py:{variant}"))
+    assert str(raised.value).count("\n") == 1
 
 
 def test_unknown_variants_are_refused():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from t2r.errors import InputError
-from t2r.files import atomic_directory, exclusive, recover
+from t2r.files import atomic_directory, atomic_file, check_free, exclusive, read_json, recover
 
 ROOT = Path(__file__).parents[1]
 KILLED = """
@@ -49,6 +49,36 @@ def test_directories_of_running_processes_are_left_alone(tmp_path):
     (tmp_path / "model.backup").mkdir()
     recover(path)
     assert sorted(os.listdir(tmp_path)) == sorted([theirs.name, "model.backup"])
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(RuntimeError), atomic_file(path) as unfinished:
+        unfinished.write_text("half of the n")
+        raise RuntimeError
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
+    with atomic_file(path) as unfinished:
+        unfinished.write_text("new")
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["file"]
+
+
+def test_a_directory_replaces_a_link_without_following_it(tmp_path):
+    path = tmp_path / "model"
+    path.symlink_to("nowhere")
+    with pytest.raises(InputError, match="exists already"):
+        check_free(path)
+    with atomic_directory(path, replace=True) as folder:
+        (folder / "content").write_text("new")
+    assert (path / "content").read_text() == "new" and os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("content", ["[1]", "7", "{", "", '{"a": ' + "9" * 5000 + "}", "[" * 100_000, '"a"'])
+def test_json_that_is_no_object_is_refused(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    with pytest.raises(InputError, match=r"config.json(.|\n)*copy it again"):
+        read_json(path, "copy it again")
 
 
 def test_one_process_at_a_time_has_a_folder(tmp_path):

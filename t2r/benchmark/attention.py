@@ -178,7 +178,7 @@ def attention_table(results: Results) -> str:
          f"{line['spread']:.1%}", line["tokens_per_second"])
         for line in lines
     ]  # fmt: skip
-    return table(["attention", "", "tokens", "ms", "spread", "tokens/s"], rows)
+    return table(["attention", "pass", "tokens", "ms", "spread", "tokens/s"], rows)
 
 
 def plot(results: Results, shape: AttentionSizes, device: str) -> list[str]:

@@ -1,9 +1,9 @@
 """Ahead-of-time compilation for TPUs, without one: the compiler's memory plan and its estimate of the run time."""
 
 import importlib.metadata
-import json
 import math
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from t2r.benchmark.steps import NO_STOP_TOKEN, abstract_generation
 from t2r.decode.generate import scan_steps
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError
+from t2r.files import make_folder, write_json
 from t2r.layout import STATE, partition_spec, shardings
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.model.transformer import LanguageModel
@@ -31,6 +32,11 @@ from t2r.training.sharding import make_mesh
 
 # GiB of memory of one device; on v2 and v3 a device is one of the two cores of a chip.
 MEMORY = {"v2": 8, "v3": 16, "v4": 32, "v5e": 16, "v5p": 95, "v6e": 32}
+
+
+# Google Cloud's names of slices, such as v5litepod-8: the TPU, and how many of what the name counts are one chip.
+CLOUD_NAMES = {"v2": ("v2", 2), "v3": ("v3", 2), "v4": ("v4", 2), "v5p": ("v5p", 2), "v5litepod": ("v5e", 1),
+               "v5e": ("v5e", 1), "v6e": ("v6e", 1)}  # fmt: skip
 
 
 class CompiledProgram(NamedTuple):
@@ -66,13 +72,29 @@ def describe_topology(topology: str) -> dict[str, str]:
     return {"topology": topology, "compiler": compiler()}
 
 
+def topology_of(name: str) -> str:
+    """The topology, such as v5e:2x4, of a slice given as one or by its name in Google Cloud, such as v5litepod-8."""
+    if name.partition(":")[0] in MEMORY and ":" in name:
+        return name
+    cloud = re.fullmatch(rf"({'|'.join(CLOUD_NAMES)})-(\d+)", name)
+    tpu, per_chip = CLOUD_NAMES[cloud[1]] if cloud else ("", 1)
+    chips = int(cloud[2]) // per_chip if cloud else 0
+    doublings = chips.bit_length() - 1
+    if chips < 4 or chips * per_chip != int(cloud[2]) or chips != 1 << doublings:
+        sizes = ", ".join(f"{name}-{4 * count}" for name, (_, count) in CLOUD_NAMES.items())
+        raise InputError(
+            f"--topology={name}: name a TPU and its chips, such as v3:4x4 (known TPUs: {', '.join(MEMORY)}), or a "
+            f"slice of Google Cloud of at least 4 chips ({sizes}, or a power of two times as many)"
+        )
+    if tpu in ("v4", "v5p"):  # three dimensions; four chips are 2x2x1
+        sides = (2, 2, 1) if chips == 4 else (1 << (doublings + i) // 3 for i in range(3))
+    else:
+        sides = (1 << doublings // 2, 1 << (doublings + 1) // 2)
+    return f"{tpu}:{'x'.join(map(str, sides))}"
+
+
 def topology_devices(topology: str) -> list[Any]:
     """The abstract devices of a topology such as v3:4x4."""
-    kind = topology.partition(":")[0]
-    if kind not in MEMORY:
-        raise InputError(
-            f"--topology={topology}: name a TPU and its chips, such as v3:4x4; known TPUs: {', '.join(MEMORY)}"
-        )
     try:
         return list(topologies.get_topology_desc(topology_name=topology, platform="tpu").devices)
     except Exception as error:  # libtpu is not installed, or there is no such slice
@@ -96,6 +118,9 @@ def benchmark_compile(
 
     Returns a report; `output` is a JSON file for it.
     """
+    if output is not None:
+        make_folder(output.parent)
+    topology = topology_of(topology)
     without_devices()
     check(config)
     if decode:
@@ -104,8 +129,7 @@ def benchmark_compile(
         report = compile_training(config, topology)
     result = {**report, "estimate": True, "compiler": compiler(), "environment": environment.describe()}
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps({**result, "config": config.to_dict()}, indent=1) + "\n")
+        write_json(output, {**result, "config": config.to_dict()})
     return result
 
 

@@ -9,7 +9,7 @@ import jax
 from ml_collections import ConfigDict
 
 from t2r.benchmark import peers
-from t2r.benchmark.compile import compile_step, describe_topology, topology_devices
+from t2r.benchmark.compile import compile_step, describe_topology, topology_devices, topology_of
 from t2r.benchmark.floor import (
     STATED_BANDWIDTH,
     Machine,
@@ -61,7 +61,7 @@ def benchmark_decode(
 
     Prints tables, writes JSON and a plot, and returns a summary.
     """
-    axes = dict.fromkeys(AXES, 1) | (mesh or {})
+    topology, axes = topology and topology_of(topology), dict.fromkeys(AXES, 1) | (mesh or {})
     devices = math.prod(axes.values())
     results = open_results("decode", output, describe_topology(topology) if topology else None)
     machine = describe_machine(results, topology, devices)
@@ -280,8 +280,8 @@ def plot_speed(results: Results, request: Request, device: str) -> list[str]:
     speeds, spreads = by_model(results, "decode", "tokens_per_second"), by_model(results, "decode", "spread")
     floors, curves = by_model(results, "decode", "floor_seconds"), []
     for name, points in speeds.items():
-        bound = {length: request.batch / seconds for length, seconds in floors.get(name, {}).items()}
-        curves.append(Curve(name, label(name, request.models[name]), points, spreads.get(name), bound))
+        limit = {length: request.batch / seconds for length, seconds in floors.get(name, {}).items()}
+        curves.append(Curve(name, label(name, request.models[name]), points, spreads.get(name), limit=limit))
     for name, points in by_model(results, "peer", "tokens_per_second").items():
         curves.append(Curve(name, name.replace("_", " "), points))
     if not curves or results.figure() is None:

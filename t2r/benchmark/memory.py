@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from t2r.benchmark.compile import describe_topology
+from t2r.benchmark.compile import describe_topology, topology_of
 from t2r.benchmark.decode import compile_models, describe_machine
 from t2r.benchmark.floor import state_bytes
 from t2r.benchmark.models import Request, abstract_inference_model, label, random_model
@@ -40,7 +40,7 @@ def benchmark_memory(
 
     Prints a table, writes JSON and a plot, and returns a summary.
     """
-    axes = dict.fromkeys(AXES, 1) | (mesh or {})
+    topology, axes = topology and topology_of(topology), dict.fromkeys(AXES, 1) | (mesh or {})
     devices = math.prod(axes.values())
     results = open_results("memory", output, describe_topology(topology) if topology else None)
     if topology:
@@ -125,8 +125,8 @@ def memory_table(results: Results) -> str:
         (line["asked"]["row"], line["asked"]["length"], *(line[name] / MIB if name in line else "" for name in present))
         for line in lines
     ]
-    headers = [name.removesuffix("_bytes").replace("_", " ") for name in present]
-    return table(["MiB", "tokens", *headers], rows)
+    headers = [name.removesuffix("_bytes").replace("_", " ") + ", MiB" for name in present]
+    return table(["model", "tokens", *headers], rows)
 
 
 def plot_memory(results: Results, request: Request, device: str) -> list[str]:
@@ -141,9 +141,9 @@ def plot_memory(results: Results, request: Request, device: str) -> list[str]:
     if not counted or results.figure() is None:
         return []
     curves = [
-        Curve(name, label(name, request.models[name]), points, bound=in_program.get(name))
+        Curve(name, label(name, request.models[name]), points, beside=in_program.get(name))
         for name, points in counted.items()
     ]
     title = f"Attention state, {request.title}\n{device}"
-    figure = length_plot(curves, title=title, unit="MiB", bound="in the compiled program")
+    figure = length_plot(curves, title=title, unit="MiB", beside="in the compiled program")
     return save(figure, results.figure())

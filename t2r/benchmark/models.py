@@ -182,12 +182,9 @@ def architecture(preset_name: str | None, model: str | None, fields: Sequence[st
     if (preset_name is None) == (model is None):
         raise InputError("name one architecture: --preset=paper_lm, --preset=paper_mt, or --model=DIRECTORY")
     changed = parse_fields(fields)
-    try:
-        if preset_name is not None:
-            return preset(preset_name, **changed)
-        return model_dir.load_config(model_dir.resolve(model)).replace(**changed)
-    except TypeError as error:  # such as a string for a number
-        raise InputError(f"--field={' --field='.join(fields)}: a value of another type is needed ({error})") from None
+    if preset_name is not None:
+        return preset(preset_name, **changed)
+    return model_dir.load_config(model_dir.resolve(model)).replace(**changed)
 
 
 def parse_fields(assignments: Sequence[str]) -> dict[str, Any]:

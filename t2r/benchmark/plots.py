@@ -7,6 +7,8 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
+from t2r.files import make_folder, writing
+
 SOFTMAX, RNN, OTHER = "#0072b2", "#d55e00", "#777777"
 COLORS = {
     "transformer": SOFTMAX, "t2r": RNN, "t2r_75": "#cc79a7", "t2r_unmerged": "#56b4e9", "elu": "#009e73",
@@ -23,11 +25,18 @@ class Curve(NamedTuple):
     label: str
     points: dict[int, float]  # length → value
     spread: dict[int, float] | None = None  # (slowest - fastest) / value: error bars
-    bound: dict[int, float] | None = None  # a reference curve, dotted
+    beside: dict[int, float] | None = None  # a second curve, dotted
+    limit: dict[int, float] | None = None  # what no value can exceed: a pale line with a hatched edge
 
 
 def length_plot(
-    curves: Sequence[Curve], *, title: str, unit: str, tokens: str = "generated tokens", bound: str = "the floor"
+    curves: Sequence[Curve],
+    *,
+    title: str,
+    unit: str,
+    tokens: str = "generated tokens",
+    beside: str = "",
+    limit: str = "limit of the memory bandwidth",
 ) -> Figure:
     """One figure. The first curve is on top and has the smallest markers, so that coinciding curves stay visible."""
     figure = Figure(figsize=(7.2, 4.6))
@@ -42,10 +51,14 @@ def length_plot(
         if curve.spread:
             errors = [curve.spread.get(length, 0) * value / 2 for length, value in zip(lengths, values)]
             axes.errorbar(lengths, values, errors, fmt="none", ecolor=color, capsize=2)
-        if curve.bound:
-            axes.plot(*zip(*sorted(curve.bound.items())), ":", color=color, linewidth=1.3)
-    if any(curve.bound for curve in curves):
-        axes.plot([], [], ":", color=OTHER, label=bound)
+        if curve.beside:
+            axes.plot(*zip(*sorted(curve.beside.items())), ":", color=color, linewidth=1.3)
+        if curve.limit:
+            _draw_limit(axes, curve.limit, color)
+    if any(curve.beside for curve in curves):
+        axes.plot([], [], ":", color=OTHER, label=beside)
+    if any(curve.limit for curve in curves):
+        axes.fill_between([], [], [], label=f"{limit} for each model", **_LIMIT, edgecolor=OTHER)
     axes.set(xlabel=tokens, ylabel=unit)
     axes.set_title(title, fontsize=10)
     log_axes(axes, sorted({length for curve in curves for length in curve.points}))
@@ -54,10 +67,21 @@ def length_plot(
     return figure
 
 
+_LIMIT = dict(facecolor="none", hatch="/////", linewidth=0)
+
+
+def _draw_limit(axes, limit: dict[int, float], color: str) -> None:
+    """A line with a hatched edge above it, like a wall in a drawing."""
+    lengths, values = zip(*sorted(limit.items()))
+    axes.plot(lengths, values, color=color, linewidth=3, alpha=0.45, zorder=2)
+    edge = [value * 1.18 for value in values]  # of equal height anywhere on a logarithmic axis
+    axes.fill_between(lengths, values, edge, **_LIMIT, edgecolor=color, alpha=0.45, zorder=1)
+
+
 def log_axes(axes, lengths: Sequence[int]) -> None:
     """Logarithmic axes with plain numbers as labels; ticks at the given lengths."""
     axes.set(xscale="log", yscale="log")
-    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
     axes.minorticks_off()
@@ -73,8 +97,9 @@ def styled(figure) -> None:
 
 def save(figure, path: Path) -> list[str]:
     """Writes PATH.png and PATH.svg; returns both paths."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     names = [f"{path}.{ending}" for ending in ("png", "svg")]
     for name in names:
-        figure.savefig(name, dpi=150)
+        with writing(Path(name)):
+            figure.savefig(name, dpi=150)
     return names

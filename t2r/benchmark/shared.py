@@ -1,6 +1,7 @@
 """Shared by all benchmarks: timing, checks that programs fit in memory, and results on disk."""
 
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -15,6 +16,7 @@ from t2r import environment
 from t2r.console import say
 from t2r.environment import available_memory
 from t2r.errors import InputError
+from t2r.files import make_folder, read_file, write_json, writing
 
 
 class Timing(NamedTuple):
@@ -117,6 +119,8 @@ class Results:
         self.lines: list[dict[str, Any]] = []  # requested in this run: measured now, or read from DIR/NAME.jsonl
         self.left_out: list[dict[str, Any]] = []  # keys of measurements that the time budget did not allow
         self.notes: list[str] = []
+        if self.output:
+            make_folder(self.output)
         self._earlier = [] if again or not output else _read_lines(self._path("jsonl"))
         self._deadline = time.monotonic() + budget_seconds if budget_seconds else None
 
@@ -165,8 +169,7 @@ class Results:
         command = shlex.join(["python", "-m", "t2r", *sys.argv[1:]])
         content = {"command": command, "environment": self.environment, **summary}
         content |= {"left_out": self.left_out, "notes": self.notes}
-        self.output.mkdir(parents=True, exist_ok=True)
-        self._path("json").write_text(json.dumps({**content, "lines": lines}, indent=1) + "\n")
+        write_json(self._path("json"), {**content, "lines": lines})
 
     def figure(self) -> Path | None:
         """The path of plots without a suffix; None: no plots."""
@@ -174,8 +177,7 @@ class Results:
 
     def _append(self, line: dict[str, Any]) -> None:
         if self.output is not None:
-            self.output.mkdir(parents=True, exist_ok=True)
-            with self._path("jsonl").open("a") as file:
+            with writing(self._path("jsonl")), self._path("jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
     def _path(self, ending: str) -> Path:
@@ -198,13 +200,17 @@ def _short(key: dict[str, Any]) -> str:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
+    if not os.path.lexists(path):
         return []
     lines = []
-    for line in path.read_text().splitlines():
+    for line in read_file(path, "remove it, or choose another --output").splitlines():
         try:
-            lines.append(json.loads(line))
+            content = json.loads(line)
         except ValueError:  # cut off when a run was killed
+            content = None
+        if isinstance(content, dict) and content.keys() >= {"asked", "environment"}:
+            lines.append(content)
+        else:
             say(f"{path}: an incomplete line is skipped")
     return lines
 

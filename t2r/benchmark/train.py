@@ -17,6 +17,7 @@ from t2r.benchmark.floor import peak_flops, training_flops
 from t2r.benchmark.shared import is_out_of_memory
 from t2r.console import Progress
 from t2r.errors import InputError
+from t2r.files import check_output_file, writing
 from t2r.layout import shardings
 from t2r.model.config import ModelConfig
 from t2r.training.shapes import abstract_run
@@ -40,6 +41,8 @@ def benchmark_train(
     config: ConfigDict, *, steps: int = 10, profile: str | None = None, output: Path | None = None
 ) -> dict[str, Any]:
     """Measures a config's training step. Appends the result to `output`, as a line of JSON."""
+    if output is not None:
+        check_output_file(output)
     try:
         speed = measure(config, steps=steps, profile=profile)
     except jax.errors.JaxRuntimeError as error:
@@ -49,7 +52,7 @@ def benchmark_train(
         raise InputError(f"a training step does not fit in memory: {str(error).splitlines()[0]} {fix}") from error
     result = {**speed._asdict(), "environment": environment.describe()}
     if output is not None:
-        with output.open("a") as file:
+        with writing(output), output.open("a") as file:
             file.write(json.dumps({**result, "config": config.to_dict()}) + "\n")
     return result
 

@@ -18,7 +18,9 @@ def define_models() -> SimpleNamespace:
         preset=flags.DEFINE_string("preset", None, "Architecture: a preset, such as paper_lm or paper_mt."),
         model=flags.DEFINE_string("model", None, "Architecture: that of a model directory or builtin:NAME."),
         fields=flags.DEFINE_multi_string("field", [], "NAME=VALUE: change a field of the architecture; repeatable."),
-        rows=flags.DEFINE_list("rows", None, "Models to compare; default: those of the paper's Figures 2 and 3."),
+        rows=flags.DEFINE_list(
+            "rows", None, "Models to compare, such as transformer,t2r; default: those of the paper's Figures 2 and 3."
+        ),
         features=flags.DEFINE_integer(
             "features", 0, "Feature size k of causal attention; 0: the paper's.", lower_bound=0
         ),
@@ -34,7 +36,7 @@ def define_models() -> SimpleNamespace:
 def define_topology() -> SimpleNamespace:
     """Flags that select a TPU to compile for."""
     return SimpleNamespace(
-        topology=flags.DEFINE_string("topology", None, "Only compile, for this TPU slice, such as v2:2x2."),
+        topology=flags.DEFINE_string("topology", None, "Only compile, for this TPU slice, such as v2:2x2 or v2-8."),
         mesh=flags.DEFINE_string("mesh", "", "With --topology: data=N,fsdp=N,tensor=N; default: one device."),
     )
 
@@ -42,7 +44,9 @@ def define_topology() -> SimpleNamespace:
 def define_output() -> SimpleNamespace:
     """Flags of every benchmark that writes a directory of results."""
     return SimpleNamespace(
-        folder=flags.DEFINE_string("output", None, "Directory for results and plots; its measurements are reused."),
+        folder=flags.DEFINE_string(
+            "output", None, "Directory for results and plots; measurements that it has already are reused."
+        ),
         again=flags.DEFINE_bool("again", False, "Do not reuse measurements in the directory."),
         budget_seconds=flags.DEFINE_float("budget_seconds", 0, "Start no measurement after this time; 0: no limit."),
         device_report=flags.DEFINE_bool(

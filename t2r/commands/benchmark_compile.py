@@ -15,9 +15,11 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-_CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file, with an optional :VARIANT.")
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", help_string="Config: NAME[:VARIANT] of one that ships with t2r, or PATH.py[:VARIANT]."
+)
 _TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "TPU slice: version and chips, such as v2:2x2 or v5e:4x4.", required=True
+    "topology", None, "TPU slice: version and chips, such as v5e:4x4; or its cloud name, v5litepod-16.", required=True
 )
 _DECODE = flags.DEFINE_bool("decode", False, "Compile a decoding step instead of a training step.")
 _BATCH = flags.DEFINE_integer("batch", 16, "With --decode: sequences in a batch.", lower_bound=1)

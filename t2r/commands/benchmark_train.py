@@ -1,7 +1,7 @@
 """Measure the training speed of a config on the available devices: tokens per second, utilisation, forward pass.
 
-t2r benchmark train --config=configs/NAME.py[:VARIANT] [--config.FIELD=VALUE ...] [--steps=10]
-    [--output=FILE.json] [--profile=DIR]
+t2r benchmark train --config=NAME[:VARIANT] [--config.FIELD=VALUE ...] [--steps=10]
+    [--output=FILE.jsonl] [--profile=DIR]
 
 Parameters and tokens are random: neither data nor a pretrained model is needed. Utilisation is the rate of the matrix
 products that the model's definition requires, divided by the vendor's peak rate in bfloat16.
@@ -13,7 +13,9 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-_CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file, with an optional :VARIANT.")
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", help_string="Config: NAME[:VARIANT] of one that ships with t2r, or PATH.py[:VARIANT]."
+)
 _STEPS = flags.DEFINE_integer(
     "steps", 10, "Steps in each of five rounds; the result is the median round.", lower_bound=1
 )

@@ -2,7 +2,7 @@
 
 t2r export --model=MODEL --output=DIR [--dtype=bfloat16] [--batch=N]
 t2r export --model=MODEL --output=DIR --capacity=1024     (needed for softmax layers: the size of their cache)
-python DIR/example.py "Once upon a time" 50               (needs jax and safetensors, not t2r)
+python DIR/example.py "Once upon a time" 50               (needs jax, safetensors and the tokenizer's library)
 
 DIR/README.md documents every array and the computation of a step. One StableHLO file serves CPU, CUDA and TPU.
 """

@@ -1,10 +1,11 @@
-"""Generate text from a prompt; it is printed token by token.
+"""Generate text from a prompt; a single text is printed while it is generated.
 
 t2r generate --model=MODEL --prompt=TEXT --length=N [--temperature=0.8 --top_k=40 --top_p=0.95 --seed=0]
 t2r generate --model=MODEL --prompt=TEXT --length=N --save_state=FILE     (saves the state)
 t2r generate --model=MODEL --load_state=FILE --length=N [--prompt=MORE]   (continues from a saved state)
 
-Repeat --prompt for a batch of prompts.
+Repeat --prompt for a batch of prompts. The last line is JSON; on a terminal it has all but the text, which stands above
+it.
 """
 
 import sys
@@ -19,7 +20,9 @@ _LENGTH = flags.DEFINE_integer("length", 100, "Maximum number of tokens to gener
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0: greedy.")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.")
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the most likely tokens whose total probability reaches this.")
-_SEED = flags.DEFINE_integer("seed", 0, "A loaded state has its own.", lower_bound=0, upper_bound=2**32 - 1)
+_SEED = flags.DEFINE_integer(
+    "seed", 0, "Random seed for sampling; a loaded state has its own.", lower_bound=0, upper_bound=2**32 - 1
+)
 _SAVE = flags.DEFINE_string("save_state", None, "File to save the decoding state to.")
 _LOAD = flags.DEFINE_string("load_state", None, "File with a state to continue from; --prompt, if given, is appended.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
@@ -35,14 +38,16 @@ def main() -> dict[str, Any]:
     from t2r.console import say
     from t2r.decode.sampling import Sampling
     from t2r.decode.state_file import save_generation
-    from t2r.decode.text import check_state_path, generate_text
+    from t2r.decode.text import generate_text
+    from t2r.files import check_output_file
     from t2r.store import model_dir
 
     if _SAVE.value:
-        check_state_path(Path(_SAVE.value))
+        check_output_file(Path(_SAVE.value))
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     loaded = model_dir.load(_MODEL.value, dtype=_DTYPE.value, kernels=_KERNELS.value)
     printer = Printer(_PROMPT.value, loaded.tokenizer.separator)
+    terminal = sys.stdout.isatty()
     result = generate_text(
         loaded,
         _PROMPT.value,
@@ -51,13 +56,14 @@ def main() -> dict[str, Any]:
         seed=_SEED.value,
         load_state=_LOAD.value,
         on_text=printer,
+        text_every=1 if terminal else 8,
     )
     printer.finish(result.texts)
     if _SAVE.value:  # after the texts: they are not lost if the disk is full
         save_generation(Path(_SAVE.value), result.generation)
         say(f"state saved to {_SAVE.value}")
     return {
-        "text": result.texts[0] if len(result.texts) == 1 else result.texts,
+        **({} if terminal else {"text": result.texts[0] if len(result.texts) == 1 else result.texts}),
         "tokens": result.tokens,
         "tokens_per_second": round(result.tokens / result.seconds, 1),
         "seconds": round(result.seconds, 2),

@@ -3,7 +3,8 @@
 t2r quickstart [--workdir=runs/quickstart]
 
 Converts, finetunes, merges, generates and measures; takes a few minutes on two CPU cores. The last line is JSON with
-the path of report.html. After an interruption, run the same command to resume; a finished run is only measured again.
+the path of report.html. After an interruption, run the same command to resume: finetuning continues at its last
+checkpoint, and once the model is converted, only its speed is measured again.
 """
 
 from typing import Any

@@ -1,9 +1,10 @@
 """Train or finetune a model as described by a config; run the same command again to resume.
 
-t2r train --config=configs/NAME.py[:VARIANT] --workdir=DIR [--config.FIELD=VALUE ...]
+t2r train --config=NAME[:VARIANT] --workdir=DIR [--config.FIELD=VALUE ...]
+t2r train --config=convert:data_free --config.init_from=MODEL --workdir=DIR     (convert an imported model)
 
-NAME is tiny_lm, numbers, tatoeba, wikitext103, wmt or convert (each file documents its variants), or a path to a config
-of your own. --config.FIELD=VALUE overrides a field; t2r/training/config.py lists all of them.
+NAME is tiny_lm, numbers, tatoeba, wikitext103, wmt or convert (their files, in configs/, document the variants), or the
+path of a config of your own, PATH.py. --config.FIELD=VALUE overrides a field; t2r/training/config.py explains all.
 
 DIR gets the resolved config (config.json), metrics.jsonl, TensorBoard scalars, checkpoints, and at the end model/, a
 model directory for all other commands.
@@ -20,7 +21,9 @@ from ml_collections import config_flags
 
 RESUMES = True  # after an interruption
 
-_CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file, with an optional :VARIANT.")
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", help_string="Config: NAME[:VARIANT] of one that ships with t2r, or PATH.py[:VARIANT]."
+)
 _COORDINATOR = flags.DEFINE_string(
     "coordinator", "", "HOST:PORT of process 0, which must be free there; auto: on TPU slices, SLURM and GKE."
 )

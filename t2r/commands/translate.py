@@ -16,7 +16,7 @@ from absl import flags
 
 _MODEL = flags.DEFINE_string("model", None, "Model directory of a translation model.", required=True)
 _INPUT = flags.DEFINE_string("input", None, "Text file (also .gz), one sentence per line; default: standard input.")
-_OUTPUT = flags.DEFINE_string("output", None, "File to write (atomically); default: standard output.")
+_OUTPUT = flags.DEFINE_string("output", None, "File to write; default: standard output.")
 _BEAM = flags.DEFINE_integer("beam", 5, "Beam size; 1: greedy.")
 _PENALTY = flags.DEFINE_float("length_penalty", 0.6, "Scores are divided by length^penalty.")
 _EARLY = flags.DEFINE_bool("early_stopping", False, "Stop when --beam hypotheses have ended, as fairseq does.")

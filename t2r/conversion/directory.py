@@ -6,7 +6,7 @@ from typing import Any
 
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
-from t2r.errors import InputError
+from t2r.files import check_free
 from t2r.store import model_dir
 from t2r.store.model_dir import LoadedModel
 
@@ -34,8 +34,7 @@ def convert_directory(
     `choose` completes the plan when the model is loaded, and returns it with what it measured.
     """
     output = Path(output)
-    if output.exists():
-        raise InputError(f"--output={output} exists already: choose another directory or remove it")
+    check_free(output)
     loaded, measured = model_dir.load(name), {}
     if choose is not None:
         plan, measured = choose(loaded, plan)

@@ -13,7 +13,7 @@ from t2r.attention.module import (
     make_mixture,
 )
 from t2r.environment import require_memory, total_bytes
-from t2r.errors import InputError, raise_all
+from t2r.errors import InputError, check_seed, raise_all
 from t2r.model.config import AttentionSpec
 from t2r.model.transformer import LanguageModel, make_attention
 
@@ -43,6 +43,7 @@ def swap(
     decoder's causal and cross attention are swapped, with `features` and `cross_features`, unless `attention` is
     "causal" or "cross". The encoder is unchanged.
     """
+    check_seed(seed)
     config = model.config
     feature_sizes = {"attention": features}
     if config.encoder_layers:

@@ -16,6 +16,7 @@ from t2r.data.buckets import EncodedPairs
 from t2r.data.pairs import load_pairs
 from t2r.data.sources import load_documents, split_spec
 from t2r.data.tokenizer import Tokenizer, TokenizerPair, load_tokenizer, train_tokenizer
+from t2r.errors import InputError
 from t2r.files import atomic_directory
 
 # A tokenizer is trained on at most this many pairs, evenly spaced among all: enough for a stable vocabulary.
@@ -116,8 +117,15 @@ def write_ids(path: Path, examples: Iterable[Sequence[Sequence[int]]]) -> None:
 
 def read_ids(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """What `write_ids` wrote: all ids, and the index after each list's last id; both memory-mapped."""
-    ends = np.load(path.with_suffix(".ends.npy"), mmap_mode="r")
-    return np.memmap(path.with_suffix(".ids"), np.int32, "r"), ends
+    try:
+        ends = np.load(path.with_suffix(".ends.npy"), mmap_mode="r")
+        ids = np.memmap(path.with_suffix(".ids"), np.int32, "r")
+        complete = ends.ndim == 1 and ends.dtype == np.int64 and ends[-1] == len(ids)
+    except (OSError, ValueError, EOFError, AttributeError, IndexError):  # damaged files
+        complete = False
+    if not complete:
+        raise InputError(f"the prepared data in {path.parent} is damaged: remove this folder; it is then made again")
+    return ids, ends
 
 
 def _request(spec: str, split: str, tokenizer: Tokenizer | TokenizerPair) -> str:

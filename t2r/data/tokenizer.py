@@ -41,6 +41,12 @@ class Tokenizer(Protocol):
     def save(self, folder: Path) -> None: ...
 
 
+def _processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
+    if not model:
+        raise InputError(f"a sentencepiece model of 0 bytes has no pieces: {COPY}")
+    return sentencepiece.SentencePieceProcessor(model_proto=model)
+
+
 class SentencePiece:
     """Sentencepiece subwords with byte fallback for unknown characters. In documents, all white space is preserved.
 
@@ -51,11 +57,9 @@ class SentencePiece:
     file, ids_file = "tokenizer.model", "sentencepiece_ids.json"
 
     def __init__(self, model: bytes, begin: int | None = None):
-        self._model, self._begin = model, begin
-        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self._model, self._begin = model, _positive(begin)
+        self._processor = _processor(model)
         self.vocab_size = self._processor.vocab_size()
-        if not self.vocab_size:
-            raise InputError(f"a sentencepiece model of {len(model)} bytes has no pieces: {COPY}")
         self.stop = self.start = self._processor.eos_id()
         self.begins, self.end = begin is not None, self.stop if begin is None else begin
 
@@ -100,7 +104,7 @@ class SentencePiece:
     @classmethod
     def load(cls, folder: Path) -> "SentencePiece":
         ids = folder / cls.ids_file
-        return cls((folder / cls.file).read_bytes(), **(read_json(ids, COPY) if ids.exists() else {}))
+        return cls((folder / cls.file).read_bytes(), **(_token_ids(ids) if os.path.lexists(ids) else {}))
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
@@ -254,7 +258,7 @@ class Hub:
         language: int | None = None,
         padding: int | None = None,
     ):
-        self._content, self._begin = content, begin
+        self._content, self._begin = content, _positive(begin)
         self._tokens = require("tokenizers", "hub").Tokenizer.from_str(content)
         self.vocab_size = self._tokens.get_vocab_size()
         self.stop, self.begins, self.other_stops = stop, begin is not None, tuple(other_stops)
@@ -265,7 +269,7 @@ class Hub:
 
     @classmethod
     def load(cls, folder: Path) -> "Hub":
-        return cls(read_file(folder / cls.file, COPY), **read_json(folder / cls.ids_file, COPY))
+        return cls(read_file(folder / cls.file, COPY), **_token_ids(folder / cls.ids_file))
 
     def encode(self, text: str) -> list[int]:
         return self._tokens.encode(text, add_special_tokens=False).ids
@@ -309,7 +313,7 @@ class Pieces:
     ):
         self._model, self._vocabulary = model, vocabulary
         self._language, self.second = language, second
-        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self._processor = _processor(model)
         self._pieces = {i: piece for piece, i in vocabulary.items()}
         self.vocab_size = max(vocabulary.values()) + 1
         self.end = self.stop = vocabulary["</s>"]
@@ -321,8 +325,8 @@ class Pieces:
     @classmethod
     def load(cls, folder: Path) -> "Pieces":
         languages = folder / cls.languages_file
-        ids = read_json(languages, COPY) if languages.exists() else {}
-        return cls((folder / cls.file).read_bytes(), read_json(folder / cls.vocabulary_file, COPY), **ids)
+        ids = _token_ids(languages, least=0) if languages.exists() else {}
+        return cls((folder / cls.file).read_bytes(), _token_ids(folder / cls.vocabulary_file, least=0), **ids)
 
     def encode(self, text: str) -> list[int]:
         pieces = self._processor.encode(text, out_type=str)
@@ -345,6 +349,22 @@ class Pieces:
         if self._language is not None:
             ids = {"language": self._language, "second": self.second}
             (folder / self.languages_file).write_text(json.dumps(ids) + "\n")
+
+
+def _positive(begin: int | None) -> int | None:
+    if begin is not None and begin < 0:
+        raise InputError(f"begin={begin} is not a token id: {COPY}")
+    return begin
+
+
+def _token_ids(path: Path, least: int = -1) -> dict[str, Any]:
+    """The token ids in a JSON file: a whole number, a list of them, or null for each name."""
+    content = read_json(path, COPY)
+    for name, value in content.items():
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and (type(number) is not int or not least <= number < 2**31):
+                raise InputError(f"{path}: {name}={number!r} is not a token id; {COPY}")
+    return content
 
 
 LEARNED = {kind.kind: kind for kind in (SentencePiece, Words)}
@@ -381,6 +401,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         if (folder / kind.file).exists():
             try:
                 return kind.load(folder)
+            except InputError as error:
+                raise InputError(f"{folder / kind.file}: {error}") from None
             except Exception as error:  # libraries raise many kinds for a damaged file
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
                 raise InputError(f"{folder / kind.file} is damaged ({reason}): {COPY}") from None

@@ -1,24 +1,24 @@
 """Saves a generation to a file, and loads it to continue later."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from safetensors import SafetensorError
-from safetensors.flax import load_file, save_file
+from safetensors.flax import load_file, save
 
 from t2r.decode.generate import Generation
 from t2r.errors import InputError, raise_all
+from t2r.files import atomic_file
 from t2r.model.transformer import LanguageModel
 
 
 def save_generation(path: Path, generation: Generation) -> None:
     """Writes the file atomically."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    save_file({name: jnp.asarray(leaf) for name, leaf in named_leaves(generation)}, unfinished)
-    os.replace(unfinished, path)
+    content = save({name: jnp.asarray(leaf) for name, leaf in named_leaves(generation)})
+    with atomic_file(path) as unfinished:
+        unfinished.write_bytes(content)  # safetensors' own save_file would replace a device by a file
 
 
 def load_generation(path: Path, model: LanguageModel) -> Generation:
@@ -29,10 +29,12 @@ def load_generation(path: Path, model: LanguageModel) -> Generation:
         raise InputError(f"no state file {path}: check the path") from None
     except (SafetensorError, OSError) as error:
         raise InputError(f"cannot read {path}: {error}; it is damaged or not a state file") from None
-    if "last" not in arrays:
-        raise InputError(f"{path} is not a saved state: it has no array 'last'")
+    if "last" not in arrays or arrays["last"].ndim != 1:
+        raise InputError(f"{path} is not a saved state: it has no array 'last', one token for each sequence")
     batch = len(arrays["last"])
-    capacity = max([array.shape[1] for name, array in arrays.items() if name.endswith(".valid")], default=1)
+    capacity = max(
+        [array.shape[1] for name, array in arrays.items() if name.endswith(".valid") and array.ndim == 2], default=1
+    )
     key = jax.random.key_data(jax.random.key(0))
     expected = jax.eval_shape(
         lambda: Generation(model.init_state(batch, capacity), jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool), key)

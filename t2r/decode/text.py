@@ -9,11 +9,12 @@ from t2r.decode.generate import Generation, append_prompts, generate_tokens, pre
 from t2r.decode.sampling import Sampling
 from t2r.decode.state_file import load_generation, save_generation
 from t2r.environment import running_time
-from t2r.errors import InputError
+from t2r.errors import InputError, check_seed
+from t2r.files import check_output_file
 from t2r.store.model_dir import LoadedModel
 
-# Tokens per compiled loop: few when the text is streamed to a reader, more otherwise.
-STREAMED_SEGMENT, SEGMENT = 8, 64
+SEGMENT = 64  # tokens per compiled loop, when nobody reads along
+_WINDOW = 32  # tokens that a stream decodes again with each new one, since a character may be of several tokens
 
 
 class GeneratedText(NamedTuple):
@@ -35,19 +36,21 @@ def generate_text(
     load_state: str | Path | None = None,
     save_state: str | Path | None = None,
     on_text: Callable[[str], None] | None = None,
+    text_every: int = 1,
 ) -> GeneratedText:
     """Generates up to `length` tokens after each prompt, greedily by default; without prompts, one text from scratch.
 
-    `load_state` continues from a state file, `save_state` writes one. For a single prompt, `on_text` is called with
-    each new piece of text as it is generated.
+    `load_state` continues from a state file, `save_state` writes one. For a single prompt, `on_text` is called with the
+    new text after every `text_every` tokens; more at a time are faster.
     """
     model, tokenizer, _ = loaded
     if model.config.encoder_layers:
         raise InputError("this is a translation model: use `t2r translate`")
     if length < 1:
         raise InputError(f"length={length} must be at least 1")
+    check_seed(seed)
     if save_state:
-        check_state_path(Path(save_state))
+        check_output_file(Path(save_state))
     generation = _begin(loaded, prompts, length, seed, load_state)
     stops = stop_ids(tokenizer)
     single = len(generation.done) == 1
@@ -60,7 +63,7 @@ def generate_text(
         end=stops,
         sampling=sampling,
         on_tokens=stream,
-        segment=STREAMED_SEGMENT if stream else SEGMENT,
+        segment=text_every if stream else SEGMENT,
     )
     seconds = running_time() - began
     if stream:
@@ -68,12 +71,6 @@ def generate_text(
     if save_state:
         save_generation(Path(save_state), generation)
     return GeneratedText([tokenizer.decode(ids) for ids in sequences], sum(map(len, sequences)), seconds, generation)
-
-
-def check_state_path(path: Path) -> None:
-    """Refuses a path that no state can be saved to, before anything is generated."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise InputError(f"--save_state={path} cannot be written: name a file in a folder that exists")
 
 
 def _begin(
@@ -97,11 +94,15 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[int, ...], on_text: Callable[[str], None]):
         self._tokenizer, self._stops, self._on_text = tokenizer, stops, on_text
-        self._ids, self._shown = [], 0
+        self._ids, self._shown = [], 0  # the last tokens, and how many characters of their text were shown
 
     def __call__(self, tokens) -> None:
-        self._ids = truncate_at_stop([*self._ids, *(int(token) for token in tokens[0])], self._stops)
-        self._show(self._tokenizer.decode(self._ids).rstrip("\ufffd"))
+        self._ids += truncate_at_stop([int(token) for token in tokens[0]], self._stops)
+        text = self._tokenizer.decode(self._ids)
+        self._show(text.rstrip("\ufffd"))
+        if len(self._ids) > 2 * _WINDOW and not text.endswith("\ufffd"):  # all is shown: forget the older half
+            self._ids = self._ids[-_WINDOW:]
+            self._shown = len(self._tokenizer.decode(self._ids))
 
     def _show(self, text: str) -> None:
         self._on_text(text[self._shown :])

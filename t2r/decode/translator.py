@@ -19,7 +19,8 @@ from t2r.decode import beam as beam_search
 from t2r.decode.beam import Beam, default_limit
 from t2r.decode.generate import generate_tokens, prefill_translation
 from t2r.decode.sampling import Sampling
-from t2r.errors import InputError
+from t2r.errors import InputError, check_seed
+from t2r.files import atomic_file, check_output_file
 from t2r.store.model_dir import LoadedModel
 
 # Lines are sorted by length within this many batches, and written after them: a compromise between little padding and
@@ -61,6 +62,7 @@ def translate_lines(
     model, tokenizer, _ = content
     if not model.config.encoder_layers:
         raise InputError("this model is a language model: give a translation model")
+    check_seed(options.seed)
     encoded = [tokenizer.encode_source(line) if line.strip() else [] for line in lines]
     encoded = fit(encoded, options, tokenizer.source.end, first_line, warn)
     order = sorted((i for i, ids in enumerate(encoded) if ids), key=lambda i: -len(encoded[i]))
@@ -138,7 +140,9 @@ def translate_file(
         raise InputError(f"--n_best={n_best} is more than --beam={options.beam.size}: raise the beam")
     if options.sampling and (n_best > 1 or scores):
         raise InputError("--n_best and --scores need beam search: leave out --temperature")
-    if source and output and Path(output).exists() and os.path.samefile(source, output):
+    if output:
+        check_output_file(Path(output))
+    if source and output and os.path.realpath(source) == os.path.realpath(output):
         raise InputError(f"--output={output} is the input: choose another file")
     lines, began = read_lines(source), time.perf_counter()
     lines_at_once = options.batch * BATCHES_AT_ONCE
@@ -180,14 +184,5 @@ def writer(path: str | Path | None) -> Iterator[Callable[[str], Any]]:
     if not path:
         yield lambda text: print(text, end="", flush=True)
         return
-    unfinished = Path(f"{path}.{os.getpid()}.unfinished")
-    try:
-        file = unfinished.open("w", encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
-    try:
-        with file:
-            yield file.write
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with atomic_file(Path(path)) as unfinished, unfinished.open("w", encoding="utf-8", newline="\n") as file:
+        yield file.write

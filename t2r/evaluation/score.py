@@ -20,6 +20,7 @@ from t2r.evaluation.bleu import check_tokenizer, score_translations, tokenized_b
 from t2r.evaluation.logits import logits_of
 from t2r.evaluation.perplexity import bits_per_byte, document_perplexity, per_word, perplexity
 from t2r.evaluation.recall import recall
+from t2r.files import atomic_file, check_output_file, read_arrays
 from t2r.store.model_dir import LoadedModel
 
 
@@ -93,6 +94,8 @@ def evaluate_pairs(
 ) -> dict[str, Any]:
     """BLEU and chrF of the translations of all sources; `output` is a TSV file of source, reference, translation."""
     check_tokenizer(tokenize)
+    if output:
+        check_output_file(Path(output))
     beam = Beam(beam) if isinstance(beam, int) else beam
     sources, references = zip(*itertools.islice(load_pairs(data, split), first))
     began = time.perf_counter()
@@ -107,7 +110,8 @@ def evaluate_pairs(
         )
     if output:
         lines = ("\t".join(columns) + "\n" for columns in zip(sources, references, best))
-        Path(output).write_text("".join(lines), "utf-8")
+        with atomic_file(Path(output)) as unfinished:
+            unfinished.write_text("".join(lines), "utf-8")
     result |= {"beam": beam.size, "length_penalty": beam.length_penalty, "early_stopping": beam.early_stopping}
     return result | {"seconds": round(time.perf_counter() - began, 1)}
 
@@ -116,11 +120,9 @@ def write_logits(
     loaded: LoadedModel, ids: str | Path, output: str | Path, *, normalised: bool = False
 ) -> dict[str, Any]:
     """Writes the logits, or log-probabilities, for the ids of an .npz file into another .npz file; see `logits_of`."""
-    try:
-        arrays = dict(np.load(ids))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {ids}: {error}; give a file written by numpy.savez") from None
+    check_output_file(Path(output))
     name = "log_probs" if normalised else "logits"
-    outputs = logits_of(loaded.model, arrays, normalised=normalised)
-    np.savez(output, **{name: outputs})
+    outputs = logits_of(loaded.model, read_arrays(Path(ids)), normalised=normalised)
+    with atomic_file(Path(output)) as unfinished, unfinished.open("wb") as file:
+        np.savez(file, **{name: outputs})
     return {name: str(output), "shape": list(outputs.shape)}

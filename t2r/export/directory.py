@@ -10,23 +10,16 @@ import jax.numpy as jnp
 from t2r import environment
 from t2r.batch import PADDING
 from t2r.data.tokenizer import Tokenizer, TokenizerPair, decoder_start_ids, stop_ids
-from t2r.errors import InputError
 from t2r.export import readme
 from t2r.export.functions import PLATFORMS, Function, Sizes, longest, lower
 from t2r.extras import require
-from t2r.files import atomic_directory
+from t2r.files import atomic_directory, check_free
 from t2r.model.parameters import arrays_of, parameter_count
 from t2r.store import model_dir, tensors
 from t2r.store.model_dir import LoadedModel
 
 FORMAT = "t2r-export/1"
 EXAMPLES = Path(__file__).parent / "examples"
-
-
-def check_free(path: Path) -> None:
-    """Raises an error if the output exists: nothing is overwritten."""
-    if path.exists():
-        raise InputError(f"--output={path} exists already: choose another or remove it")
 
 
 def export_model(

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from t2r import environment
 from t2r.data.tokenizer import Tokenizer, TokenizerPair
 from t2r.errors import InputError
+from t2r.files import check_free
 from t2r.importers import fairseq, gguf_model, gguf_tokenizer, hugging_face, tokenizers
 from t2r.importers.gguf_file import GGUFFile, is_gguf
 from t2r.model.config import ModelConfig
@@ -35,8 +36,7 @@ def import_model(
     """Writes a model directory, its weights as `dtype`, from a Hugging Face directory, a fairseq checkpoint or a GGUF
     file; returns a summary."""
     source, output = Path(source), Path(output)
-    if output.exists():
-        raise InputError(f"--output={output} exists already: choose another or remove it")
+    check_free(output)
     imported = read_source(source, tokenizers.Languages(source_language, target_language))
     entry = {
         "action": "import",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import typing
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ CHOICES = {
     "dtype": ("float32", "bfloat16"),
     "kernels": ("auto", "on", "off"),
 }
+MOST_FEATURES = 2**16  # far beyond what is useful; a larger number is a mistake
 RATES = ("dropout", "attention_dropout", "activation_dropout", "layer_dropout", "adaptive_dropout")
 # Fields that change how a model is run or trained, not its parameters: safe to override on a pretrained model.
 RUNTIME_FIELDS = (*RATES, "dtype", "kernels", "remat", "scan_layers")
@@ -57,8 +59,8 @@ class AttentionSpec:
         if self.feature_map not in FEATURE_MAPS:
             return [f"unknown feature map {self.feature_map!r}: choose one of {', '.join(FEATURE_MAPS)}"]
         problems = []
-        if self.features is not None and self.features < 1:
-            problems.append(f"features={self.features}: a feature map needs at least 1 feature")
+        if self.features is not None and not 1 <= self.features <= MOST_FEATURES:
+            problems.append(f"features={self.features}: a feature map needs 1 to {MOST_FEATURES:,} features")
         if self.kind == "merged" and self.feature_map != "t2r":
             problems.append(f"only feature map 't2r' can be merged, not {self.feature_map!r}")
         if self.feature_map == "elu" and self.features not in (None, head_dim):
@@ -323,12 +325,46 @@ def from_dict(fields: dict[str, Any]) -> ModelConfig:
             f"model config (its fields: {', '.join(valid)}):",
             [f"unknown field {name!r}" for name in unknown] + [f"missing field {name!r}" for name in missing],
         )
+    raise_all("model config:", _type_problems(ModelConfig, fields))
     for name in ("attention", "cross_attention"):  # dicts where the fields come from JSON
-        specs = (AttentionSpec(**spec) if isinstance(spec, dict) else spec for spec in fields.get(name, ()))
-        fields = {**fields, name: tuple(specs)}
+        specs = [dataclasses.asdict(spec) if not isinstance(spec, dict) else spec for spec in fields.get(name, ())]
+        problems = [problem for spec in specs for problem in _type_problems(AttentionSpec, spec)]
+        raise_all(f"model config, {name}:", list(dict.fromkeys(problems)))
+        fields = {**fields, name: tuple(AttentionSpec(**spec) for spec in specs)}
     for name in ("adaptive_cutoffs", "rope_factors"):  # lists in JSON
         fields = {**fields, name: tuple(fields.get(name, ()))}
     return ModelConfig(**fields)
+
+
+LARGEST, MOST_LAYERS = 2**31 - 1, 10_000  # array indices are int32; layers are built one by one
+
+
+def _type_problems(cls: type, values: dict[str, Any]) -> list[str]:
+    """What is unknown, of a wrong type or too large among the values of a dataclass, which may come from any JSON."""
+    kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+    problems = []
+    for name, value in values.items():
+        if name not in kinds:
+            problems.append(f"unknown field {name!r}")
+        elif not _is(value, kinds[name]):
+            kind = kinds[name] if typing.get_args(kinds[name]) else kinds[name].__name__
+            problems.append(f"{name}={value!r} must be of type {kind}")
+        elif isinstance(value, (int, float)) and not abs(value) <= (MOST_LAYERS if "layers" in name else LARGEST):
+            problems.append(f"{name}={value!r} is too large, or not a number")
+    return problems
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether a value has a type; a list counts as a tuple, an integer as a float, and a dict as a spec."""
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, (list, tuple)) and all(_is(item, typing.get_args(kind)[0]) for item in value)
+    if typing.get_args(kind):  # int | None
+        return any(_is(value, choice) for choice in typing.get_args(kind))
+    if kind is AttentionSpec:
+        return isinstance(value, (AttentionSpec, dict))
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 # WikiText-103 has a vocabulary of 267,735 words, <unk> and the end of line included.

@@ -2,7 +2,6 @@
 
 import html
 import io
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from matplotlib.figure import Figure
 from t2r.benchmark.plots import OTHER, RNN, SOFTMAX, log_axes, styled
 from t2r.benchmark.steps import DecodeSpeed
 from t2r.console import short
+from t2r.files import atomic_file
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -65,11 +65,19 @@ def write_report(path: Path, report: Report) -> None:
         f"<figure>{decode_plot(report)}</figure>",
         f"<h2>Generated text</h2><p>Sampled, with the prompt “{html.escape(report.prompt)}”:</p>",
         *(f"<h3>{name}</h3><pre>{html.escape(report.prompt + text)}</pre>" for name, text in report.texts.items()),
-        f"<p><small>Made in {report.seconds:.0f} s on {html.escape(json.dumps(report.environment))}. "
+        f"<p><small>Made in {report.seconds:.0f} s on {html.escape(describe(report.environment))}. "
         "Method: Kasai et al. (2021), “Finetuning Pretrained Transformers into RNNs”.</small></p>",
     ]
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-    path.write_text(page + "\n".join(parts) + "</html>\n", "utf-8")
+    with atomic_file(path) as unfinished:
+        unfinished.write_text(page + "\n".join(parts) + "</html>\n", "utf-8")
+
+
+def describe(environment: dict[str, Any]) -> str:
+    """The machine and the versions as a sentence."""
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    device, processor, python = (environment[name] for name in ("device", "processor", "python"))
+    return f"{device} ({processor}), with Python {python}, {versions}"
 
 
 def perplexity_plot(report: Report) -> str:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t2r.data.tokenizer import Tokenizer, TokenizerPair, load_pair, load_tokenizer
+from t2r.data.tokenizer import Tokenizer, TokenizerPair, Words, load_pair, load_tokenizer
 from t2r.errors import InputError, raise_all
-from t2r.files import atomic_directory, read_json, recover
+from t2r.files import atomic_directory, check_free, read_json, recover
 from t2r.model.config import RUNTIME_FIELDS, ModelConfig, from_dict
 from t2r.model.parameters import abstract_model, arrays_of, with_arrays
 from t2r.model.transformer import LanguageModel
@@ -44,8 +44,8 @@ def resolve(name: str) -> Path:
 
 def save(path: Path, content: LoadedModel, *, replace: bool = False, dtype: str = "float32") -> None:
     """Writes a model directory atomically. If it exists, that is an error, or with `replace` it is replaced."""
-    if path.exists() and not replace:
-        raise InputError(f"{path} exists already: choose another output or remove it")
+    if not replace:
+        check_free(path)
     config = {"format": FORMAT, "family": _family(content.model.config), **content.model.config.to_dict()}
     with atomic_directory(path, replace=replace) as folder:
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -62,6 +62,8 @@ def load(path: str | Path, **runtime: Any) -> LoadedModel:
     config = load_config(path, **runtime)
     model = with_arrays(abstract_model(config), load_arrays(path, config))
     tokenizer = load_pair(path) if config.encoder_layers else load_tokenizer(path)
+    if isinstance(tokenizer, Words) and tokenizer.vocab_size != config.vocab_size:
+        raise InputError(f"{path / tokenizer.file} has {tokenizer.vocab_size:,} words, the model {config.vocab_size:,}")
     return LoadedModel(model, tokenizer, _provenance(path / "provenance.json"))
 
 
@@ -76,15 +78,25 @@ def load_config(path: Path, **runtime: Any) -> ModelConfig:
         ],
     )
     fields = read_json(path / "config.json", PURPOSE)
-    if fields.pop("format", None) != FORMAT:
-        raise InputError(f"{path} is not a t2r model directory: its config.json has no format {FORMAT!r}")
+    _check_format(path / "config.json", fields.pop("format", None))
     family = fields.pop("family", None)
-    config = from_dict({**fields, **runtime})
+    try:
+        config = from_dict({**fields, **runtime})
+    except InputError as error:
+        raise InputError(f"{path / 'config.json'}: {error}") from None
     if family != _family(config):
         raise InputError(
             f"{path / 'config.json'}: family {family!r} does not match encoder_layers={config.encoder_layers}"
         )
     return config
+
+
+def _check_format(path: Path, stored: Any) -> None:
+    if stored == FORMAT:
+        return
+    if str(stored).startswith("t2r/"):
+        raise InputError(f"{path} has format {stored!r}, this version of t2r reads {FORMAT!r}: install a newer t2r")
+    raise InputError(f"{path.parent} is not a t2r model directory: its config.json has no format {FORMAT!r}")
 
 
 def _family(config: ModelConfig) -> str:

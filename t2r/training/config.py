@@ -11,7 +11,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from t2r.data.pairs import is_pairs
-from t2r.errors import InputError, raise_all
+from t2r.errors import UINT32_MAX, InputError, raise_all
 from t2r.model.config import PRESETS, RUNTIME_FIELDS, ModelConfig, preset
 
 SHIPPED = Path(__file__).parents[1] / "configs"
@@ -272,10 +272,8 @@ def check(config: ConfigDict) -> None:
         ("optimizer.warmup_steps", optimizer.warmup_steps, 0),
         ("optimizer.period", optimizer.period, 0),
     ]:
-        if value < least:
-            problems.append(f"config.{name}={value} must be at least {least}")
-    if not 0 <= config.seed < 2**32:
-        problems.append(f"config.seed={config.seed} must be from 0 to {2**32 - 1}")
+        if not least <= value <= UINT32_MAX:
+            problems.append(f"config.{name}={value} must be at least {least} and at most {UINT32_MAX}")
     if not 0 <= config.label_smoothing < 1:
         problems.append(f"config.label_smoothing={config.label_smoothing} must be at least 0 and below 1")
     if not is_pairs(data.source) and data.batch % max(config.accumulate, 1):
@@ -301,7 +299,12 @@ def check(config: ConfigDict) -> None:
             "config.model sets an architecture, but config.init_from already has one: use a config variant for "
             "finetuning, or set config.model to t2r.training.config.pretrained(...)"
         )
-    if (config.teacher.writes or has_teacher(config)) and not config.init_from:
+    if not config.init_from and not config.init_preset and not set(config.model) - set(RUNTIME_FIELDS):
+        problems.append(
+            "config.init_from is missing: give the model to start from, a directory that `t2r import` or `t2r train` "
+            "wrote, as in --config.init_from=runs/gpt2, or --config.init_from=builtin:tiny_lm"
+        )
+    elif (config.teacher.writes or has_teacher(config)) and not config.init_from:
         problems.append("config.teacher needs config.init_from: the model that is the teacher")
     if config.transfer.steps and not config.convert.feature_map:
         problems.append("config.transfer.steps needs config.convert.feature_map: it fits a conversion to the teacher")

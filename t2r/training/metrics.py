@@ -7,7 +7,7 @@ from pathlib import Path
 
 from t2r import processes
 from t2r.errors import InputError
-from t2r.files import read_file
+from t2r.files import atomic_file, read_file
 
 
 class Metrics:
@@ -22,9 +22,8 @@ class Metrics:
             return
         path = workdir / "metrics.jsonl"
         lines = [line for line in read_metrics(path) if line["step"] <= start]
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        os.replace(unfinished, path)
+        with atomic_file(path) as unfinished:
+            unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines))
         self._file = path.open("a")
         self._board = _summary_writer()(str(workdir / "tensorboard"), purge_step=start + 1, write_to_disk=True)
 
@@ -60,14 +59,14 @@ def _summary_writer() -> type:
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """The complete lines of a metrics file; a last line that a crash cut off is skipped."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return []
     fix = "move it away: the run then logs into a new one"
     text, lines = read_file(path, fix), []
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
         try:
             values = json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:
             values = None
         if not isinstance(values, dict) or not isinstance(values.get("step"), int):
             raise InputError(f"line {number} of {path} is damaged: {fix}")

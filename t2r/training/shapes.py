@@ -69,15 +69,16 @@ def abstract_converted_model(config: ConfigDict) -> LanguageModel:
 def base_architecture(config: ConfigDict) -> ModelConfig:
     """The model config before conversion: that of `init_from`, or of `init_preset` if that directory does not exist.
 
-    Without `init_from`: config.model.
+    Without either: config.model.
     """
-    if not config.init_from:
+    if not config.init_from and not config.init_preset:
         return from_dict({**config.model, **_vocabulary(config)})
-    path = model_dir.resolve(config.init_from)
-    if path.exists():
+    if config.init_from and (path := model_dir.resolve(config.init_from)).exists():
         return model_dir.load_config(path, **config.model)
     if not config.init_preset:
-        raise InputError(f"config.init_from: no {path}. Train it first, or set config.init_preset to its architecture")
+        raise InputError(
+            f"config.init_from: no {config.init_from}. Train it first, or set config.init_preset to its architecture"
+        )
     return preset(config.init_preset, **{**config.model, **_vocabulary(config)})
 
 

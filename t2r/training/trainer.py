@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from t2r import environment, processes
 from t2r.console import Progress, say
 from t2r.environment import running_time
 from t2r.errors import InputError, Stopped, raise_all
-from t2r.files import exclusive, read_json
+from t2r.files import atomic_file, exclusive, read_json
 from t2r.layout import shardings
 from t2r.model.parameters import arrays_of, parameter_count, with_arrays
 from t2r.model.transformer import LanguageModel
@@ -68,6 +67,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
         checkpoints = Checkpoints(workdir / "checkpoints", max(config.keep_checkpoints, config.average_checkpoints))
         if checkpoints.latest is not None:
             check_same_run(config, workdir, checkpoints.latest)
+        read_metrics(workdir / "metrics.jsonl")  # a damaged file is refused before anything is computed
         with full_disk_explained(workdir, checkpoints):
             return run_to_the_end(config, workdir, checkpoints)
 
@@ -76,8 +76,8 @@ def run_to_the_end(config: ConfigDict, workdir: Path, checkpoints: Checkpoints) 
     """Sets the run up, restores it, runs its steps, and writes the model directory."""
     began = time.time()
     run, state, batches = set_up(config, workdir, checkpoints)
-    processes.on_first_process(lambda: write_config(config, workdir))  # after set_up, which checks it further
     state = restore(run, state, batches)
+    processes.on_first_process(lambda: write_config(config, workdir))  # after all that may refuse it
     state = run_steps(run, state, batches)
     state, averaged = average(run, state)
     return save_model(run, state, {"checkpoints": averaged}, began)
@@ -138,10 +138,8 @@ def set_up(
 
 def write_config(config: ConfigDict, workdir: Path) -> None:
     """Writes the resolved config to config.json, atomically."""
-    path = workdir / "config.json"
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(config.to_json(indent=1) + "\n")
-    os.replace(unfinished, path)
+    with atomic_file(workdir / "config.json") as unfinished:
+        unfinished.write_text(config.to_json(indent=1) + "\n")
 
 
 def restore(run: Run, state: TrainState, batches: grain.DatasetIterator) -> TrainState:

@@ -9,6 +9,7 @@ import pytest
 
 from conftest import micro, micro_mt
 from t2r.benchmark import decode, shared, steps
+from t2r.benchmark.compile import topology_of
 from t2r.benchmark.floor import (
     Machine,
     measure_machine,
@@ -20,6 +21,7 @@ from t2r.benchmark.floor import (
 from t2r.benchmark.models import VARIANTS, abstract_inference_model, converted, default_variants, label, random_model
 from t2r.benchmark.shared import DoesNotFit
 from t2r.benchmark.steps import Decoder, abstract_generation, attention_bytes, round_down
+from t2r.errors import InputError
 from t2r.model.config import preset
 
 PAPER_LM = preset("paper_lm", vocab_size=32_768, adaptive_cutoffs=(), layers=2)  # of 32 equal ones
@@ -178,7 +180,7 @@ def test_attention_is_measured_forward_and_backward(call, tmp_path):
         (["--preset=micro_lm", "--rows=t2r,gru,lstm"], "'gru'.*\n.*'lstm'"),
         (["--preset=micro_lm", "--field=vocab_size"], "NAME=VALUE"),
         (["--preset=micro_lm", "--field=vocab=3"], "unknown field 'vocab'"),
-        (["--preset=micro_lm", "--field=layers=many"], "layers=many: a value of another type"),
+        (["--preset=micro_lm", "--field=layers=many"], "layers='many' must be of type int"),
         (["--preset=micro_lm", "--lengths=8,many"], "whole numbers"),
         (["--preset=micro_lm", "--topology=v1:2x2"], "known TPUs: v2"),
     ],
@@ -193,3 +195,21 @@ def test_decoding_compiles_for_a_real_tpu(call):
     flags = ["--preset=micro_mt", "--rows=transformer,t2r", "--lengths=128", "--topology=v2:2x2"]
     status, result = call("benchmark", "decode", *flags)
     assert status == 0 and all(speed["128"] > 0 for speed in result["tokens_per_second"].values())
+
+
+@pytest.mark.parametrize(
+    "name, topology",
+    [
+        ("v2-8", "v2:2x2"), ("v3-8", "v3:2x2"), ("v3-32", "v3:4x4"), ("v4-8", "v4:2x2x1"), ("v4-16", "v4:2x2x2"),
+        ("v4-64", "v4:2x4x4"), ("v5p-8", "v5p:2x2x1"), ("v5p-128", "v5p:4x4x4"), ("v5litepod-8", "v5e:2x4"),
+        ("v5litepod-256", "v5e:16x16"), ("v6e-4", "v6e:2x2"), ("v6e-32", "v6e:4x8"), ("v5e:4x4", "v5e:4x4"),
+    ],
+)  # fmt: skip
+def test_slices_have_the_shapes_of_google_cloud(name, topology):
+    assert topology_of(name) == topology
+
+
+@pytest.mark.parametrize("name", ["v5litepod-7", "v5litepod-1", "v2-7", "v7-8", "v5e", "", "v4-12", "v1:2x2", "v2-8:2"])
+def test_slices_that_do_not_exist_are_refused(name):
+    with pytest.raises(InputError, match=r"known TPUs: v2(.|\n)*v5litepod-4"):
+        topology_of(name)

@@ -1,7 +1,9 @@
 """The command line in real processes: results in the last line of output, and errors."""
 
+import contextlib
 import json
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from conftest import QUICK_TO_COMPILE, make_model, micro
 from t2r.data.sources import load_documents
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.store import model_dir
+from tests.damages import snapshot
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,17 +30,6 @@ def t2r(*arguments, timeout=300, xla_flags=QUICK_TO_COMPILE, stdin=None):
 def result(run):
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    from conftest import PROSE
-    from t2r.data.tokenizer import SentencePiece
-
-    path = tmp_path_factory.mktemp("models") / "transformer"
-    content = model_dir.LoadedModel(make_model(micro(vocab_size=300)), SentencePiece.train(PROSE, 300), {"history": []})
-    model_dir.save(path, content)
-    return path
 
 
 @pytest.mark.slow
@@ -68,35 +60,21 @@ def test_convert_evaluate_generate_merge(tmp_path, text_file, call):
     assert len(both["text"]) == 2
 
 
-def test_evaluate_documents_independently(model, tmp_path, call):
+def test_evaluate_documents_independently(saved_lm, tmp_path, call):
     stories = tmp_path / "stories.txt"
     stories.write_text("\n<|endoftext|>\n".join(["The old fox.", "The river " * 20, "A lamp."]))
     options = ["--documents", "--window=16", "--batch=1"]
-    _, two = call("evaluate", f"--model={model}", f"--data=text:{stories}", *options, "--first=2")
+    _, two = call("evaluate", f"--model={saved_lm}", f"--data=text:{stories}", *options, "--first=2")
     stories.write_text("The old fox.")
-    _, one = call("evaluate", f"--model={model}", f"--data=text:{stories}", *options)
+    _, one = call("evaluate", f"--model={saved_lm}", f"--data=text:{stories}", *options)
     assert two["documents"] == 2 and two["tokens"] == one["tokens"] + 15 and one["perplexity"] > 1
 
 
-@pytest.fixture(scope="module")
-def translator(tmp_path_factory):
-    from conftest import micro_mt
-    from t2r.data.pairs import number_pairs
-    from t2r.data.tokenizer import SentencePiece, TokenizerPair
-
-    path = tmp_path_factory.mktemp("models") / "translator"
-    text = "\n".join(side for pair in number_pairs(1000) for side in pair)
-    tokenizer = SentencePiece.train(text, 340, sentences=True)
-    model = make_model(micro_mt(vocab_size=340, tied_output=False))
-    model_dir.save(path, model_dir.LoadedModel(model, TokenizerPair(tokenizer, tokenizer), {"history": []}))
-    return path
-
-
 @pytest.mark.slow
-def test_convert_translate_evaluate(translator, tmp_path):
+def test_convert_translate_evaluate(saved_translator, tmp_path):
     """Standard input, files, n-best lists and scores, from a hybrid."""
-    options = [f"--model={translator}", f"--output={tmp_path}/rnn", "--features=4", "--cross_features=8", "--keep=1"]
-    swapped = result(t2r("convert", *options))
+    options = ["--features=4", "--cross_features=8", "--keep=1", f"--output={tmp_path}/rnn"]
+    swapped = result(t2r("convert", f"--model={saved_translator}", *options))
     assert swapped["linear_layers"] == [0] and swapped["softmax_layers"] == [1]
     result(t2r("convert", f"--model={tmp_path}/rnn", f"--output={tmp_path}/merged", "--merge"))
 
@@ -135,18 +113,29 @@ def test_the_quickstart_runs_from_end_to_end(tmp_path):
     page = Path(summary["report"]).read_text()
     assert page.count("<svg") == 2 and "<table>" in page
     assert not any(external in page for external in ("<script src", "<link", 'src="http', "@import"))
+    assert "<small>Made in" in page and "with Python" in page and "{" not in page.partition("<small>")[2]
     assert "merge" in (tmp_path / "run" / "t2r" / "provenance.json").read_text()
+
+    before = snapshot(tmp_path / "run" / "finetune"), snapshot(tmp_path / "run" / "t2r")
+    again = t2r("quickstart", *options)
+    assert "they are not computed again" in again.stderr and "finetune" not in again.stderr
+    assert (snapshot(tmp_path / "run" / "finetune"), snapshot(tmp_path / "run" / "t2r")) == before
+    measured = ("speedup", "seconds")
+    kept, first = ({k: v for k, v in r.items() if k not in measured} for r in (result(again), summary))
+    assert kept == first
 
 
 @pytest.mark.parametrize("command", ["train", "convert", "evaluate", "generate", "translate", "quickstart"])
 def test_help_names_each_command_and_its_flags(command):
     run = t2r(command, "--help")
-    assert run.returncode == 0 and f"t2r {command}" in run.stdout and "--" in run.stdout
+    assert run.returncode == 0 and f"t2r {command}" in run.stdout and "\nFlags:\n  --" in run.stdout
+    assert command == "quickstart" or "Required. " in run.stdout.split("Flags:")[1].splitlines()[2]
+    assert not any(noise in run.stdout for noise in ("None", "t2r.commands", "repeat this option", "(an integer)"))
     listing = t2r("--help")
     assert listing.returncode == 0 and command in listing.stdout
 
 
-def test_bad_input_gets_one_clear_error(model, translator, tmp_path):
+def test_bad_input_gets_one_clear_error(saved_lm, saved_translator, tmp_path):
     def refused(*arguments):
         run = t2r(*arguments)
         assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
@@ -154,7 +143,7 @@ def test_bad_input_gets_one_clear_error(model, translator, tmp_path):
 
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\0\1\2")
-    with_model = f"--model={model}"
+    with_model = f"--model={saved_lm}"
     assert "unknown command 'trian'" in refused("trian")
     assert "'t2rr'" in refused("convert", with_model, f"--output={tmp_path}/x", "--feature_map=t2rr")
     assert "features=0" in refused("convert", with_model, f"--output={tmp_path}/x", "--features=0")
@@ -164,7 +153,7 @@ def test_bad_input_gets_one_clear_error(model, translator, tmp_path):
     assert "temperature=-1" in refused("generate", with_model, "--temperature=-1")
     assert "GiB are free" in refused("generate", with_model, "--prompt=The", "--length=999999999999")
     assert "--model" in refused("generate", "--prompt=The")
-    with_model = f"--model={translator}"
+    with_model = f"--model={saved_translator}"
     assert "is text, but the model is" in refused("evaluate", with_model, "--data=builtin:pydoc")
     assert "--n_best=3 is more than --beam=2" in refused("translate", with_model, "--beam=2", "--n_best=3")
     (tmp_path / "long.txt").write_text("one\n" + "seven hundred " * 40)
@@ -187,3 +176,24 @@ def test_a_score_that_is_not_a_number_is_null_in_json(tmp_path, text_file, token
     model_dir.save(tmp_path / "model", model_dir.LoadedModel(model, tokenizer, {"history": []}))
     status, scores = call("evaluate", f"--model={tmp_path}/model", f"--data=text:{text_file}", "--window=32")
     assert status == 0 and scores["perplexity"] is None and scores["tokens"] > 0
+
+
+@pytest.mark.slow
+def test_on_a_terminal_a_text_is_printed_once():
+    """Into a pipe, the last line has it again, for programs."""
+    options = ["generate", "--model=builtin:tiny_lm", "--prompt=Return a new", "--length=12"]
+    text = result(t2r(*options))["text"]
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "t2r", *options]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=end, stderr=subprocess.DEVNULL)
+    os.close(end)
+    pieces = []
+    with contextlib.suppress(OSError):  # Linux raises it where a terminal ends
+        while piece := os.read(terminal, 10_000):
+            pieces.append(piece.decode())
+    os.close(terminal)
+    assert process.wait(timeout=60) == 0
+    printed = "".join(pieces).replace("\r\n", "\n")
+    assert printed.startswith("Return a new" + text) and printed.count(text) == 1
+    summary = json.loads(printed.splitlines()[-1])
+    assert summary["tokens"] == 12 and "text" not in summary

@@ -42,6 +42,15 @@ def run_example(folder: Path, *arguments: str) -> tuple[str, list[int]]:
     return "\n".join(text), json.loads(ids)
 
 
+@pytest.mark.parametrize("translates", [False, True])
+def test_the_example_explains_itself(tmp_path, tokenizer, translates):
+    (tmp_path / "example.py").write_text(example(TokenizerPair(tokenizer, tokenizer) if translates else tokenizer))
+    run = subprocess.run([sys.executable, tmp_path / "example.py"], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1 and run.stdout == ""
+    assert run.stderr.startswith("usage: python example.py " + ("SENTENCE" if translates else "PROMPT TOKENS"))
+    assert 'python example.py "' in run.stderr and len(run.stderr.splitlines()) == 1
+
+
 def loaded(folder: Path, first: str) -> tuple:
     """The weights, the function that makes the initial state, and the step, with only jax and safetensors."""
     functions = [jax.export.deserialize((folder / f"{name}.stablehlo").read_bytes()) for name in (first, "step")]

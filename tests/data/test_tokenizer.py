@@ -1,15 +1,28 @@
 """Tokenizers: lossless subwords, WikiText's words, and those of fairseq."""
 
 import re
+import shutil
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import PROSE
+from conftest import PROSE, make_model, micro
 from t2r.data.byte_pairs import BytePairs
-from t2r.data.tokenizer import FairseqSubwords, FairseqWords, SentencePiece, Words, load_tokenizer, train_tokenizer
+from t2r.data.tokenizer import (
+    FairseqSubwords,
+    FairseqWords,
+    Hub,
+    Pieces,
+    SentencePiece,
+    Words,
+    load_tokenizer,
+    train_tokenizer,
+)
 from t2r.errors import InputError
+from t2r.store import model_dir
+from t2r.store.model_dir import LoadedModel
+from tests.damages import DAMAGES
 
 TOKENIZER = SentencePiece.train(PROSE, 300)
 
@@ -102,3 +115,59 @@ def test_the_error_about_a_vocabulary_size_names_one_that_works(size, beyond):
     assert SentencePiece.train(text, named).vocab_size == named
     with pytest.raises(InputError, match=f"--config.data.source_vocab_size={named} or"):
         SentencePiece.train(text, named + beyond, field="data.source_vocab_size")
+
+
+def a_hub_tokenizer() -> Hub:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "old": 2, "boat": 3}, "</s>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return Hub(model.to_str(), begin=0, stop=1, other_stops=[3])
+
+
+def a_marian_tokenizer() -> Pieces:
+    pieces = [TOKENIZER._processor.id_to_piece(i) for i in range(TOKENIZER.vocab_size)]
+    return Pieces(TOKENIZER._model, {**{piece: i for i, piece in enumerate(pieces)}, "<pad>": len(pieces)})
+
+
+@pytest.mark.parametrize("damage", [damage for damage in DAMAGES if damage != "newer"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SentencePiece(TOKENIZER._model, begin=1),
+        lambda: FairseqSubwords([*SPECIAL, "old", "bo@@", "at"], "b o\na t</w>\n", "en"),
+        a_hub_tokenizer,
+        a_marian_tokenizer,
+    ],
+)
+def test_damaged_files_are_refused_or_change_nothing(make, damage, tmp_path):
+    tokenizer = make()
+    (tmp_path / "whole").mkdir()
+    tokenizer.save(tmp_path / "whole")
+    ids = tokenizer.encode("old boat")
+    for name in sorted(path.name for path in (tmp_path / "whole").iterdir()):
+        folder = shutil.copytree(tmp_path / "whole", tmp_path / name)
+        DAMAGES[damage](folder / name)
+        try:
+            loaded = load_tokenizer(folder)
+        except InputError as error:
+            assert str(folder) in str(error)
+        else:
+            optional = damage == "missing" and name == SentencePiece.ids_file
+            assert optional or (loaded.encode("old boat"), loaded.end, loaded.stop) == (
+                ids,
+                tokenizer.end,
+                tokenizer.stop,
+            )
+            loaded.decode(ids)
+
+
+def test_a_vocabulary_that_was_cut_does_not_fit_the_model(tmp_path):
+    words = Words.train(PROSE, 0)
+    model_dir.save(
+        tmp_path / "lm",
+        LoadedModel(make_model(micro(vocab_size=words.vocab_size, adaptive_cutoffs=())), words, {"history": []}),
+    )
+    path = tmp_path / "lm" / Words.file
+    path.write_text(path.read_text().partition("\n")[2])
+    with pytest.raises(InputError, match=f"has {words.vocab_size - 1} words, the model {words.vocab_size}"):
+        model_dir.load(tmp_path / "lm")

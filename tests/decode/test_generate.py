@@ -18,6 +18,7 @@ from t2r.decode.sampling import Sampling, choose
 from t2r.decode.state_file import load_generation, save_generation
 from t2r.decode.text import generate_text
 from t2r.errors import InputError
+from t2r.store import model_dir
 from t2r.store.model_dir import LoadedModel
 
 NO_STOP = -1
@@ -223,3 +224,13 @@ def test_a_state_of_another_model_is_refused(tmp_path):
         load_generation(tmp_path / "state", model_of("merged"))
     with pytest.raises(InputError, match="no state file"):
         load_generation(tmp_path / "nothing", model_of("merged"))
+
+
+def test_text_is_streamed_token_by_token(saved_lm):
+    """Each token is shown as it is generated, and all pieces together are the text, also beyond the stream's window."""
+    loaded, pieces = model_dir.load(saved_lm), []
+    sampling = Sampling(1.0)
+    whole = generate_text(loaded, ["The"], 90, sampling=sampling, seed=6, on_text=pieces.append)
+    assert "".join(pieces) == whole.texts[0] and whole.tokens > 70
+    assert len(pieces) == whole.tokens + (whole.tokens < 90) + 1, "one piece per token, one for a stop, one at the end"
+    assert generate_text(loaded, ["The"], 90, sampling=sampling, seed=6).texts == whole.texts

@@ -43,6 +43,10 @@ def test_a_config_survives_json():
     [
         (dict(positions="rotory"), ["positions='rotory'", "rotary"]),
         (dict(kv_heads=3), ["heads=2", "kv_heads=3"]),
+        (dict(width="32", bias=1), ["width='32' must be of type int", "bias=1 must be of type bool"]),
+        (dict(layers=10**30, norm_eps=float("nan")), ["layers=1000", "norm_eps=nan"]),
+        (dict(attention=[{"kind": 3, "knd": 1}]), ["kind=3 must be of type str", "unknown field 'knd'"]),
+        (dict(adaptive_cutoffs=7, attention=["linear"]), ["adaptive_cutoffs=7", "attention=['linear']"]),
         (dict(dropout=1.0, layer_dropout=-0.1), ["dropout=1.0", "layer_dropout=-0.1"]),
         (dict(positions="learned"), ["max_positions"]),
         (dict(adaptive_cutoffs=(120, 40)), ["adaptive_cutoffs=(120, 40)"]),

@@ -400,18 +400,6 @@ def test_an_error_in_a_config_file_names_the_file(tmp_path, call):
     assert status == 2 and "no config file" in printed
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 2 MiB in memory; mounting one needs root."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
 @pytest.mark.slow
 def test_a_full_disk_stops_the_run_and_loses_nothing(config_file, tmp_path, small_disk):
     """With more space it resumes, and its losses equal those of a run with enough space."""

@@ -9,7 +9,7 @@ from safetensors.flax import load_file
 from tokenizer_sentencepiece import tokenizer
 
 if len(sys.argv) != 2:
-    sys.exit("usage: python example.py SENTENCE")
+    sys.exit('usage: python example.py SENTENCE, such as: python example.py "forty-two"')
 folder = Path(__file__).parent
 about, weights = json.loads((folder / "export.json").read_text("utf-8")), load_file(folder / "model.safetensors")
 encode_source, step = (
