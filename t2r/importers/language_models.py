@@ -142,13 +142,11 @@ def llama_rules(c: Fields, *, norm: Transform = unchanged, norms: dict[str, str]
 
 def phi3_fields(c: Fields) -> Fields:
     scaling = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
-    is_long = scaling.get("rope_type", scaling.get("type")) in ("longrope", "su", "yarn")  # names of one thing in Phi-3
-    default = {"rope_theta": scaling.get("rope_theta", c.get("rope_theta", 10_000.0))}
-    if "partial_rotary_factor" in scaling:
-        default["partial_rotary_factor"] = scaling["partial_rotary_factor"]
-    base = c | {"rope_scaling": None, "rope_parameters": default} if is_long else c
     original = c["original_max_position_embeddings"]
-    rope = rope_fields(base, partial=True) | (longrope_fields(c, scaling, original) if is_long else {})
+    if scaling.get("rope_type", scaling.get("type")) not in ("longrope", "su", "yarn"):  # in Phi-3 these are one thing
+        return plain_llama_fields(c) | rope_fields(c, partial=True) | same_windows(c)
+    unscaled = c | {"rope_scaling": None, "rope_parameters": scaling | {"rope_type": "default"}}
+    rope = rope_fields(unscaled, partial=True) | longrope_fields(c, scaling, original)
     return plain_llama_fields(c) | rope | same_windows(c)
 
 
