@@ -68,7 +68,8 @@ def test_convert_evaluate_generate_merge(tmp_path, text_file, call):
     assert len(both["text"]) == 2
 
 
-def test_a_window_and_the_layers_that_damage_least_and_recall(model, tmp_path, text_file, call):
+@pytest.mark.slow
+def test_a_window_and_the_layers_that_damage_most_and_recall(model, tmp_path, text_file, call):
     """damage, convert --window --keep=auto and evaluate --recall: the layer that does most damage keeps softmax."""
 
     def run(*arguments):
