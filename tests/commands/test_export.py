@@ -129,6 +129,9 @@ def test_an_exported_language_model_equals_the_original(kind, tmp_path, tokenize
     if kind == "windowed":
         page = (out / "README.md").read_text()
         assert "linear attention in all layers, exact for a window of the last tokens in layers 0–1" in page
+        for scale in ("", " + log_scale[g]"):  # of T2R, whose φ has no scale, and of Performer
+            mixture = f"mixture.weight[g, h mod 2] + mixture.bias[g, h mod 2]{scale} − m, 30)"
+            assert page.count(mixture) == 1
     if kind == "rotary":
         text, ids = run_example(out, "The", "5")
         prompt = tokenizer.encode("The")
