@@ -123,9 +123,16 @@ def micro_mt(**fields) -> ModelConfig:
     return preset("micro_mt", **fields)
 
 
+WINDOW = dict(window=3, sinks=1)  # shorter than the sequences of tests: keys leave it
+
+
 def linear_spec(name: str) -> tuple[AttentionSpec, ...]:
-    """Linear attention with this map in every layer; `softmax` for none."""
-    return (AttentionSpec() if name == "softmax" else AttentionSpec("linear", name, None if name == "elu" else 8),)
+    """Linear attention with this map in every layer; `softmax` for none, `windowed` for T2R with a window."""
+    if name == "softmax":
+        return (AttentionSpec(),)
+    if name == "windowed":
+        return (AttentionSpec("windowed", "t2r", 8, **WINDOW),)
+    return (AttentionSpec("linear", name, None if name == "elu" else 8),)
 
 
 def random_tokens(batch: int, length: int, seed: int = 0, vocab: int = 260):

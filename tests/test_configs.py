@@ -33,7 +33,7 @@ VARIANTS = (
     + [f"tatoeba.py:{row}" for row in ROWS]
     + [f"wmt.py:{pair}/{row}" for pair in module("wmt").PAIRS for row in ROWS]
     + [f"wikitext103.py:{row}" for row in module("wikitext103").ROWS]
-    + [f"convert.py:{variant}" for variant in module("convert").VARIANTS]
+    + [f"convert.py:{variant}{recipe}" for variant in module("convert").VARIANTS for recipe in ("", "/paper")]
 )
 
 
@@ -55,7 +55,8 @@ def test_a_conversion_without_a_model_says_what_to_give(variant):
 
 
 def test_unknown_variants_are_refused():
-    for name in ("wmt.py:en_es/t2r", "wmt.py:en_de/t2rr", "wikitext103.py:t2r_7", "tatoeba.py:lstm", "convert.py:all"):
+    for name in ("wmt.py:en_es/t2r", "wmt.py:en_de/t2rr", "wikitext103.py:t2r_7", "tatoeba.py:lstm", "convert.py:all",
+                 "convert.py:text/papers", "convert.py:all/paper"):  # fmt: skip
         with pytest.raises(InputError, match="choose one of"):
             load_config(f"{CONFIGS}/{name}")
 
@@ -74,6 +75,15 @@ def test_the_papers_models_have_the_stated_number_of_parameters(name):
     layers, heads, size = model.config.layers, model.config.heads, model.config.head_dim
     added = parameter_count(arrays_of(converted)) - stated
     assert added == layers * heads * (plan.features + plan.cross_features) * (size + 1)
+
+
+def test_the_papers_recipe_has_no_window_and_no_transfer():
+    for variant in module("convert").VARIANTS:
+        config, paper = (load_config(f"{CONFIGS}/convert.py:{name}") for name in (variant, f"{variant}/paper"))
+        assert config.convert.window > 0 and config.transfer.steps > 0 and config.teacher.soft > 0
+        assert paper.convert.window == paper.convert.sinks == paper.transfer.steps == 0
+        assert (paper.teacher.soft > 0) == paper.teacher.writes
+        assert (config.convert.features, config.data) == (paper.convert.features, paper.data)
 
 
 def program_key(variant):

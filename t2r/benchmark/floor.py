@@ -1,9 +1,11 @@
 """Lower bounds on time: the bytes and operations of a decoding step, and the operations of a training step.
 
 A decoding step reads every weight of the decoder once, whatever the batch size, and the state of each sequence. Linear
-attention writes its whole state back; softmax attention writes one slot of its cache. Activations are not counted.
+attention writes its sums back, softmax attention one slot of its cache, windowed attention both. Activations are not
+counted.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -64,7 +66,7 @@ def step_cost(
     products = sum(size for name, size in weights.items() if not name.endswith(("bias", "scale", "sigma")))
     itemsize = jnp.dtype(config.dtype).itemsize
     causal = [layer_bytes(config, spec, batch, tokens) for spec in config.attention]
-    written = [layer_bytes(config, spec, batch, 1) for spec in config.attention]  # softmax writes one slot
+    written = [_written_bytes(config, spec, batch) for spec in config.attention]
     cross = [layer_bytes(config, spec, batch, source) for spec in config.cross_attention]
     pairs = sum(_attention_products(config, spec, tokens, writes=True) for spec in config.attention)
     pairs += sum(_attention_products(config, spec, source, writes=False) for spec in config.cross_attention)
@@ -108,6 +110,13 @@ def layer_bytes(config: ModelConfig, spec: AttentionSpec, batch: int, tokens: fl
     sums = config.kv_heads * (spec.features * (config.head_dim + 1) + scale) * FLOAT32
     exact = exact_tokens(spec) * slot + INT32 if spec.kind == "windowed" else 0
     return batch * (sums + exact)
+
+
+def _written_bytes(config: ModelConfig, spec: AttentionSpec, batch: int) -> float:
+    """Bytes of one layer's state that a step writes: S and z, and one slot of the keys and values that are exact."""
+    if spec.kind == "windowed":
+        spec = dataclasses.replace(spec, window=1, sinks=0)
+    return layer_bytes(config, spec, batch, 1)
 
 
 def exact_tokens(spec: AttentionSpec) -> int:
@@ -249,7 +258,8 @@ def _attention(config: ModelConfig, spec: AttentionSpec, queries: int, keys: int
     if spec.kind == "softmax":
         return 2 * queries * keys * size
     maps = 0 if _merges(config, spec) or spec.feature_map == "elu" else spec.features * size
-    exact = 2 * 2 * queries * min(exact_tokens(spec), keys) * size  # twice, since causal attention counts half
+    near = min(exact_tokens(spec), keys)  # the first tokens have fewer; a window over all is full attention
+    exact = 2 * near * (2 * queries - near) * size
     return 2 * (queries + keys) / 2 * (2 * spec.features * size + 2 * maps) + exact
 
 

@@ -27,6 +27,8 @@ class Variant(NamedTuple):
     keep: str = "none"  # layers that keep softmax
     merged: bool = False  # φ merged into the projections, where possible
     plain: bool = False  # decode without t2r's GPU kernels
+    window: int = 0  # the last tokens to which causal attention is exact
+    sinks: int = 0  # the first ones
 
 
 VARIANTS = {
@@ -34,6 +36,7 @@ VARIANTS = {
     "t2r": Variant("T2R", "t2r", merged=True),
     "t2r_unmerged": Variant("T2R, φ not merged", "t2r"),
     "t2r_75": Variant("T2R 75%", "t2r", keep="every_4th", merged=True),
+    "t2r_window": Variant("T2R with a window", "t2r", window=64, sinks=4),
     "elu": Variant("ELU", "elu"),
     "rfa": Variant("RFA", "rfa"),
     "transformer_plain": Variant("transformer, without kernels", plain=True),
@@ -64,16 +67,19 @@ def converted(config: ModelConfig, name: str, *, features: int = 0, cross_featur
     if config.encoder_layers:
         sizes["cross_attention"] = cross_features or CROSS_FEATURES
 
-    def spec(old: AttentionSpec, layer: int, size: int) -> AttentionSpec:
+    def spec(old: AttentionSpec, layer: int, field: str) -> AttentionSpec:
+        if old.kind == "windowed":  # softmax in its place attends to all tokens
+            old = dataclasses.replace(old, window=0, sinks=0)
         if variant.feature_map is None or layer in kept_layers:
             return dataclasses.replace(old, kind="softmax", feature_map=None, features=None)
-        size = None if variant.feature_map == "elu" else size
-        kind = "merged" if merged else "linear"
-        return dataclasses.replace(old, kind=kind, feature_map=variant.feature_map, features=size)
+        size = None if variant.feature_map == "elu" else sizes[field]
+        new = dataclasses.replace(old, kind="linear", feature_map=variant.feature_map, features=size)
+        if variant.window and field == "attention":
+            return dataclasses.replace(new, kind="windowed", window=variant.window, sinks=variant.sinks)
+        return dataclasses.replace(new, kind="merged") if merged else new
 
     specs = {
-        field: tuple(spec(old, layer, size) for layer, old in enumerate(getattr(config, field)))
-        for field, size in sizes.items()
+        field: tuple(spec(old, layer, field) for layer, old in enumerate(getattr(config, field))) for field in sizes
     }
     return dataclasses.replace(config, **specs)
 

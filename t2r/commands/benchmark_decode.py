@@ -1,8 +1,9 @@
 """Measure decoding speed against generated length, and compare it with the memory bandwidth bound.
 
 t2r benchmark decode --preset=paper_lm --output=DIR [--field=vocab_size=32768 --field=adaptive_cutoffs=()]
-    [--rows=transformer,t2r,t2r_unmerged,t2r_75,elu,rfa] [--lengths=512,1024,...,32768] [--batch=16] [--dtype=bfloat16]
-    [--largest_batch] [--whole] [--prompt=N] [--peers] [--budget_seconds=N] [--again] [--device_report]
+    [--rows=transformer,t2r,t2r_unmerged,t2r_75,t2r_window,elu,rfa] [--lengths=512,1024,...,32768] [--batch=16]
+    [--dtype=bfloat16] [--largest_batch] [--whole] [--prompt=N] [--peers] [--budget_seconds=N] [--again]
+    [--device_report]
 t2r benchmark decode --preset=paper_mt ...         (translation: sources as long as the outputs, timed separately)
 t2r benchmark decode --model=DIRECTORY ...         (the architecture of a model; --rows=model: without conversion)
 t2r benchmark decode --preset=paper_mt --topology=v2:2x2 ...    (the TPU compiler's estimate; nothing is run)

@@ -1,6 +1,7 @@
 """Convert a model: replace softmax attention by linear attention, or merge φ into the projections for inference.
 
 t2r convert --model=MODEL --output=MODEL [--feature_map=t2r] [--features=32] [--keep=none|every_4th|0,4,8]
+t2r convert --model=MODEL --output=MODEL --window=64 --sinks=4 --keep=auto:4 --data=text:FILE
 t2r convert --model=MODEL --output=MODEL --features=4 --cross_features=32     (a translation model)
 t2r convert --model=MODEL --output=MODEL --merge
 
@@ -55,7 +56,7 @@ def main() -> dict[str, Any]:
         cross_keep=_CROSS_KEEP.value,
         seed=_SEED.value,
     )
-    given = [name for name in plan if flags.FLAGS[name].present]
+    given = [name for name in (*plan, "data") if flags.FLAGS[name].present]
     if _MERGE.value and given:
         raise InputError(f"--merge changes no attention: leave out {', '.join(f'--{name}' for name in given)}")
     if _MERGE.value:
@@ -65,7 +66,7 @@ def main() -> dict[str, Any]:
     config = model.config
     rows = [(f"{layer}", *_columns(spec)) for layer, spec in enumerate(config.attention)]
     rows += [(f"{layer} cross", *_columns(spec)) for layer, spec in enumerate(config.cross_attention)]
-    print(table(["layer", "attention", "feature map", "features"], rows))
+    print(table(["layer", "attention", "feature map", "features", "exact for"], rows))
     specs = list(zip(config.attention, config.cross_attention or config.attention))
     linear = [layer for layer, both in enumerate(specs) if all(spec.kind != "softmax" for spec in both)]
     return {
@@ -77,13 +78,24 @@ def main() -> dict[str, Any]:
 
 
 def _columns(spec) -> tuple:
-    return spec.kind, spec.feature_map or "", spec.features or ""
+    return spec.kind, spec.feature_map or "", spec.features or "", _exact(spec)
+
+
+def _exact(spec) -> str:
+    """The tokens to which attention is exact."""
+    if spec.kind in ("linear", "merged"):
+        return "none"
+    window = f"the last {spec.window}" if spec.window else "all"
+    return window + (f", the first {spec.sinks}" if spec.kind == "windowed" and spec.sinks else "")
 
 
 def _choose(loaded: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The plan with layer numbers in place of --keep=auto."""
     from t2r.errors import InputError
-    from t2r.evaluation.damage import choose_layers, measure_on_data, reduction_of
+    from t2r.evaluation.damage import choose_layers, is_automatic, measure_on_data, reduction_of
+
+    if _DATA.value is not None and not any(is_automatic(plan[name] or "") for name in ("keep", "cross_keep")):
+        raise InputError(f"--data={_DATA.value} is for --keep=auto, which measures the model on it: leave it out")
 
     def measure() -> Any:
         if _DATA.value is None:

@@ -27,9 +27,11 @@ _OUTPUT = flags.DEFINE_string("output", None, "A plot: FILE.png or FILE.svg.")
 
 def main() -> dict[str, Any]:
     from t2r.console import table
-    from t2r.evaluation.damage import measure_on_data, plot, rows
+    from t2r.evaluation.damage import check_plot, measure_on_data, plot, rows
     from t2r.store import model_dir
 
+    if _OUTPUT.value:
+        check_plot(_OUTPUT.value)
     loaded = model_dir.load(_MODEL.value)
     sizes = dict(length=_LENGTH.value, sequences=_SEQUENCES.value)
     options = dict(window=_WINDOW.value, sinks=_SINKS.value)

@@ -53,14 +53,19 @@ def swap(
     choices = {"all": set(feature_sizes), "causal": {"attention"}, "cross": {"cross"} & set(feature_sizes)}
     if attention not in choices or not choices[attention]:
         raise InputError(f"attention={attention!r}: choose all or causal, or for a translation model cross")
-    if sinks and not window:
+    if (window or sinks) and "attention" not in choices[attention]:
+        raise InputError(
+            f"window={window} and sinks={sinks} are for causal attention, which attention={attention!r} does not "
+            "convert: set both to 0, or attention='all'"
+        )
+    if sinks > 0 and not window:
         raise InputError(f"sinks={sinks} needs a window: linear attention alone keeps no token exactly")
     new_specs = {
         name: AttentionSpec("linear", feature_map, size)
         for name, size in feature_sizes.items()
         if name in choices[attention]
     }
-    if window and "attention" in new_specs:
+    if window or sinks:
         exact = dict(kind="windowed", window=window, sinks=sinks)
         new_specs["attention"] = dataclasses.replace(new_specs["attention"], **exact)
     raise_all("cannot swap:", [problem for spec in new_specs.values() for problem in spec.problems(config.head_dim)])
@@ -133,7 +138,8 @@ def layers_to_keep(keep: str, layers: int) -> set[int]:
     try:
         kept = {int(layer) for layer in keep.split(",")}
     except ValueError:
-        raise InputError(f"keep={keep!r}: use none, every_4th, or layer numbers such as 0,4,8") from None
+        measured = "; auto is for t2r convert and t2r train, which measure the model" * keep.startswith("auto")
+        raise InputError(f"keep={keep!r}: use none, every_4th, or layer numbers such as 0,4,8{measured}") from None
     missing = sorted(layer for layer in kept if not 0 <= layer < layers)
     if missing:
         raise InputError(f"keep={keep!r}: the model has layers 0 to {layers - 1}, not {', '.join(map(str, missing))}")

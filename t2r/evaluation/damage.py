@@ -261,6 +261,8 @@ def choose_layers(
     asked = {name: plan[name] for name in ("keep", "cross_keep") if plan.get(name) and is_automatic(plan[name])}
     if not asked:
         return plan, {}
+    if "cross_keep" in asked and not translates:
+        raise InputError(f"cross_keep={plan['cross_keep']!r}: a language model has no cross attention")
     if "keep" in asked and plan.get("cross_keep") is None and translates:
         asked["cross_keep"] = plan["keep"]  # each kind of attention has its own worst layers
     for keep in asked.values():
@@ -285,6 +287,15 @@ def rows(damage: Damage) -> list[tuple[Any, ...]]:
         (name, round(score, 3), f"{100 * (score / damage.base - 1):+.1f}%")
         for name, score in sorted(damage.scores.items(), key=lambda item: -item[1])
     ]
+
+
+def check_plot(path: str | Path) -> None:
+    """Raises an error if no plot can be written there: better before the measurement than after it."""
+    path = Path(path)
+    if path.suffix not in (".png", ".svg"):
+        raise InputError(f"--output={path}: a plot is FILE.png or FILE.svg")
+    if not path.parent.is_dir():
+        raise InputError(f"--output={path}: there is no directory {path.parent}")
 
 
 def plot(damage: Damage, path: str | Path) -> None:

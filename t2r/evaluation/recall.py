@@ -18,7 +18,10 @@ from t2r.model.transformer import LanguageModel, check_length
 
 
 def repeated(tokens: np.ndarray, length: int, sequences: int) -> Int[np.ndarray, "b n"]:
-    """Sequences of `length` tokens whose second half repeats the first: the text in pieces, in order."""
+    """Sequences of `length` tokens whose second half repeats the first: the text in pieces, in order.
+
+    Halves are equal: an odd length is rounded down.
+    """
     half = length // 2
     count = min(sequences, len(tokens) // half) if half else 0
     if count < 1:
@@ -47,7 +50,7 @@ def recall(
     with Progress("recall", len(all_sequences), quiet=quiet) as progress:
         for first in range(0, len(all_sequences), batch):
             part = all_sequences[first : first + batch]
-            padded = np.resize(part, (min(batch, len(all_sequences)), length))  # one shape, so one compiled program
+            padded = np.resize(part, (min(batch, len(all_sequences)), part.shape[1]))  # one shape: one compiled program
             losses.append(np.asarray(_second_half(graph, arrays, padded))[: len(part)])
             progress.advance(len(part))
     return float(np.exp(np.concatenate(losses).mean()))

@@ -54,11 +54,11 @@ def evaluate_text(
 
     `recall_lengths`: the perplexity of repeated text, too, in sequences of each of these lengths.
     """
+    if documents and recall_lengths:
+        raise InputError("recall is measured on a text, not on its documents one by one: leave out one of the two")
     model, tokenizer, _ = loaded
     texts = load_documents(data, split)[:first]
     options = dict(window=window, batch=batch or 8, start=tokenizer.end)
-    if documents and recall_lengths:
-        raise InputError("recall is measured on a text, not on its documents one by one: leave out one of the two")
     if documents:
         scores = document_perplexity(model, [tokenizer.encode(text) for text in texts], **options)
         return {"perplexity": scores.perplexity, "documents": len(texts), "tokens": scores.tokens}

@@ -3,6 +3,7 @@
 import itertools
 
 from t2r.attention.feature_map import FEATURE_MAPS, Rfa
+from t2r.attention.windowed import LARGEST
 from t2r.export.names import ranges
 from t2r.model.config import AttentionSpec, ModelConfig
 from t2r.normalizer import Normalizer
@@ -27,7 +28,7 @@ FEATURES = {
     "performer": [
         "e(a) = feature_map.directions[g] · ã − ‖ã‖²/2 − log(features)/2, ã = a / d^¼",
         "φ(q) = exp(e(q) − max e(q)), φ(k) = exp(e(k) − c), where c = log_scale[g] is the largest element of e(k)",
-        "over all keys so far. If a new key raises it from c to c′, S and z are first multiplied by exp(c − c′)",
+        "over all keys in S and z. If a new one raises it from c to c′, S and z are first multiplied by exp(c − c′)",
     ],
 }
 
@@ -142,7 +143,7 @@ def _attention(config: ModelConfig, spec: AttentionSpec, name: str) -> list[str]
             )
         lines.append(f"o[h] = Σ w[j] · v[g, j] over {slots} where w = softmax over these slots of q[h] · k[g, j] / √d")
     elif spec.kind == "windowed":
-        lines += _windowed(spec)
+        lines += _windowed(spec, config.heads // config.kv_heads)
     else:
         if not cross:
             lines.append("S[g] = S[g] + φ(k[g]) ⊗ v[g],  z[g] = z[g] + φ(k[g])")
@@ -156,17 +157,19 @@ def _attention(config: ModelConfig, spec: AttentionSpec, name: str) -> list[str]
     return [f"    {line}" for line in [*lines, f"{name}(x) = Σ o[h] · out.kernel[h] over all h{bias}"]]
 
 
-def _windowed(spec: AttentionSpec) -> list[str]:
+def _windowed(spec: AttentionSpec, per_group: int) -> list[str]:
     """Exact attention to the slots, linear attention to the keys that have left them."""
     turn = f"{spec.sinks} + (count − {spec.sinks}) mod {spec.window}"
     slot = f"count if count < {spec.sinks}, else {turn}" if spec.sinks else turn
+    scale = " + log_scale[g]" if spec.feature_map == "performer" else ""  # φ(k) is divided by its exponential
+    r = "0" if per_group == 1 else f"h mod {per_group}"
     return [
-        f"j = {slot}; if count ≥ {spec.sinks + spec.window}, the key k' and value v' in slot j of the caches leave it:",
+        f"i = {slot}; if count ≥ {spec.sinks + spec.window}, the key k' and value v' in slot i of the caches leave it:",
         "    S[g] = S[g] + φ(k'[g]) ⊗ v'[g],  z[g] = z[g] + φ(k'[g])",
-        "k[g] and v[g] are stored in slot j; then count = count + 1",
-        "a[j] = q[h] · k[g, j] / √d over all slots written so far, c = max a, m = exp(min(mix − c, 30))",
-        "mix = q[h] · mixture.weight[g, h mod heads per key head] + mixture.bias[g, h mod heads per key head]",
-        "o[h] = (Σ exp(a[j] − c) · v[g, j] + m · φ(q[h]) · S[g]) / (Σ exp(a[j] − c) + m · max(φ(q[h]) · z[g], 0))",
+        "k[g] and v[g] are stored in slot i; then count = count + 1",
+        "a[j] = q[h] · k[g, j] / √d for all slots j written so far, m = max a",
+        f"w = exp(min(q[h] · mixture.weight[g, {r}] + mixture.bias[g, {r}]{scale} − m, {LARGEST:g}))",
+        "o[h] = (Σ exp(a[j] − m) · v[g, j] + w · φ(q[h]) · S[g]) / (Σ exp(a[j] − m) + w · max(φ(q[h]) · z[g], 0))",
     ]
 
 

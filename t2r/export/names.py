@@ -66,11 +66,15 @@ MERGED: Table = (  # layers where φ is merged into the projections
 )
 STATE: Table = (
     (r"position", ("batch",), "tokens read so far"),
-    (r"S", ("batch", "key heads", "features", "head size"), "Σ φ(k) ⊗ v"),
-    (r"z", ("batch", "key heads", "features"), "Σ φ(k)"),
+    (r"S", ("batch", "key heads", "features", "head size"), "Σ φ(k) ⊗ v; with a window, over keys that have left it"),
+    (r"z", ("batch", "key heads", "features"), "Σ φ(k) over the same keys"),
     (r"log_scale", ("batch", "key heads"), "logarithm of the factor that S and z are divided by"),
-    (r"k", ("batch", "key heads", "slots", "head size"), "keys of the tokens so far"),
-    (r"v", ("batch", "key heads", "slots", "head size"), "values of the tokens so far"),
+    (
+        r"k",
+        ("batch", "key heads", "slots", "head size"),
+        "keys of the tokens so far; with a window, of the last and the first ones",
+    ),
+    (r"v", ("batch", "key heads", "slots", "head size"), "values of the same tokens"),
     (r"valid", ("batch", "slots"), "which slots hold a token"),
     (r"index", (), "the next free slot"),
     (r"count", ("batch",), "tokens read so far"),

@@ -96,6 +96,8 @@ def write(name: str, config: ModelConfig, functions: dict[str, Function], about:
 def _summary(config: ModelConfig) -> str:
     softmax = softmax_layers(config)
     layers = f"softmax attention in layers {ranges(softmax)}" if softmax else "linear attention in all layers"
+    windowed = [layer for layer, spec in enumerate(config.attention) if spec.kind == "windowed"]
+    layers += f", exact for a window of the last tokens in layers {ranges(windowed)}" if windowed else ""
     kind = "translation" if config.encoder_layers else "language"
     return f"A {kind} model of {config.layers} layers, {layers}"
 

@@ -46,10 +46,10 @@ class AttentionSpec:
 
     def problems(self, head_dim: int) -> list[str]:
         """What is wrong with this spec, one message for each problem."""
-        if self.window < 0:
-            return [f"window={self.window} must be at least 0 (0: no window)"]
-        if self.sinks < 0:
-            return [f"sinks={self.sinks} must be at least 0"]
+        sizes = {"window": self.window, "sinks": self.sinks}
+        negative = [f"{name}={size} must be at least 0 (0: none)" for name, size in sizes.items() if size < 0]
+        if negative:
+            return negative
         if self.kind == "softmax":
             return []
         if self.kind not in ("linear", "windowed", "merged"):

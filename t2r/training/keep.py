@@ -32,15 +32,16 @@ def with_layers_chosen(
 
 def _measured(config: ConfigDict, workdir: Path, loaded: LoadedModel, plan: dict[str, Any]) -> Damage:
     """The damage of each attention, from the work directory if it was measured before."""
-    data, reduction = config.data, reduction_of(plan)
+    data, reduction, translates = config.data, reduction_of(plan), bool(loaded.model.config.encoder_layers)
+    # Before `fill`, which only the first process runs: all processes wait for each other while tokens are prepared.
+    tokens = None if translates else corpora(config, workdir, loaded.tokenizer)[0][0]
 
     def fill(folder: Path) -> None:
-        if loaded.model.config.encoder_layers:
+        if translates:
             spec, split = splits(config)[0]
             sources = [source for source, _ in itertools.islice(load_pairs(spec, split), SOURCES)]
             damage = damage_on_sources(loaded, sources, length=data.length, **reduction)
         else:
-            tokens, _ = corpora(config, workdir, loaded.tokenizer)[0]
             damage = damage_on_text(loaded.model, tokens, length=data.length, **reduction)
         (folder / "damage.json").write_text(json.dumps(damage._asdict(), indent=1) + "\n")
 

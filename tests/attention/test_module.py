@@ -8,18 +8,25 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from conftest import error
+from conftest import WINDOW, error
 from t2r.attention import linear, softmax
-from t2r.attention.module import AttentionShape, LinearAttention, SoftmaxAttention
+from t2r.attention.module import AttentionShape, LinearAttention, SoftmaxAttention, WindowedAttention
 from t2r.attention.rotary import Rotary, rotate
 
 SHAPE = AttentionShape(width=16, heads=4, kv_heads=2, head_dim=4, bias=True)
 KINDS = ["softmax", "t2r", "elu", "rfa", "performer"]
+CAUSAL_KINDS = [*KINDS, "windowed"]  # attention with a window is causal only
 
 
 def make(kind, shape=SHAPE):
     if kind == "softmax":
         return SoftmaxAttention(shape, rngs=nnx.Rngs(0))
+    if kind == "windowed":
+        attention = WindowedAttention(shape, "t2r", 6, **WINDOW, rngs=nnx.Rngs(0))
+        mixture = attention.mixture  # zero at first: distant keys would have the same weight for all queries
+        for i, variable in enumerate((mixture.weight, mixture.bias)):
+            variable[...] = jax.random.normal(jax.random.key(i), (4, *variable.shape[2:])).reshape(variable.shape)
+        return attention
     return LinearAttention(shape, kind, None if kind == "elu" else 6, rngs=nnx.Rngs(0))
 
 
@@ -27,11 +34,11 @@ def sequence(length, seed=0, batch=2):
     return jax.random.normal(jax.random.key(seed), (batch, length, 16))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CAUSAL_KINDS)
 def test_causal_attention_does_not_depend_on_later_tokens(kind):
     attention, x = make(kind), sequence(9)
-    out, _ = attention(x)
-    changed, _ = attention(x.at[:, 6:].set(7.0))
+    run = jax.jit(lambda x: attention(x)[0])
+    out, changed = run(x), run(x.at[:, 6:].set(7.0))
     np.testing.assert_allclose(out[:, :6], changed[:, :6], rtol=1e-5, atol=1e-6)
     assert not np.allclose(out[:, 6:], changed[:, 6:])
 
@@ -53,7 +60,7 @@ def test_cross_attention_is_attention_over_the_unpadded_source(kind):
     assert error(out[1:], unpadded) < 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CAUSAL_KINDS)
 def test_grouped_heads_are_full_heads_with_repeated_keys(kind):
     """Four query heads on two key/value heads, against four heads with copies of keys, values and φ."""
     grouped = make(kind)
@@ -63,28 +70,33 @@ def test_grouped_heads_are_full_heads_with_repeated_keys(kind):
     for name in ("key", "value"):
         getattr(full, name).kernel = nnx.Param(jnp.repeat(getattr(grouped, name).kernel[...], 2, 1))
         getattr(full, name).bias = nnx.Param(jnp.repeat(getattr(grouped, name).bias[...], 2, 0))
-    if kind in ("t2r", "rfa", "performer"):
-        for name in {"t2r": ["weight", "bias"], "rfa": ["sigma"], "performer": ["directions"]}[kind]:
+    if kind == "windowed":
+        full.mixture.weight[...] = grouped.mixture.weight[...].reshape(4, 1, 4)
+        full.mixture.bias[...] = grouped.mixture.bias[...].reshape(4, 1)
+    if kind != "softmax" and kind != "elu":
+        names = {"rfa": ["sigma"], "performer": ["directions"]}
+        for name in names.get(kind, ["weight", "bias"]):
             variable = getattr(grouped.feature_map, name)
             setattr(full.feature_map, name, type(variable)(jnp.repeat(variable[...], 2, 0)))
     if kind == "rfa":
         full.feature_map.pool = grouped.feature_map.pool
     x = sequence(10)
-    assert error(full(x)[0], grouped(x)[0]) < 1e-5
+    assert error(*jax.jit(lambda: (full(x)[0], grouped(x)[0]))()) < 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CAUSAL_KINDS)
 def test_rotary_attention_decodes_as_it_trains_and_softmax_depends_on_distances_only(kind):
     """Token by token against the whole sequence; softmax also with all positions shifted."""
     attention = make(kind, dataclasses.replace(SHAPE, rotary=Rotary(100.0)))
     x = sequence(8)
     positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
-    out, _ = attention(x, positions=positions)
+    run = jax.jit(lambda x, positions, state=None: attention(x, positions=positions, state=state))
+    out, _ = run(x, positions)
     if kind == "softmax":
-        assert error(attention(x, positions=positions + 13)[0], out) < 1e-4
+        assert error(run(x, positions + 13)[0], out) < 1e-4
     state, pieces = attention.init_state(2, 8), []
     for i in range(8):
-        piece, state = attention(x[:, i : i + 1], state=state, positions=positions[:, i : i + 1])
+        piece, state = run(x[:, i : i + 1], positions[:, i : i + 1], state)
         pieces.append(piece)
     assert error(jnp.concatenate(pieces, 1), out) < 1e-5
 
@@ -99,13 +111,15 @@ def test_rotation_keeps_norms_and_has_the_right_angle():
     assert float(rotated[0, 2, 0, 0]) == pytest.approx(float(expected), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CAUSAL_KINDS)
 def test_bfloat16_activations_with_a_float32_state(kind):
     attention = make(kind, dataclasses.replace(SHAPE, dtype="bfloat16"))
     reference = make(kind)
     x = sequence(12)
-    out, state = attention(x.astype(jnp.bfloat16), state=attention.init_state(2, 12))
+    out, state = jax.jit(lambda x: attention(x, state=attention.init_state(2, 12)))(x.astype(jnp.bfloat16))
     assert out.dtype == jnp.bfloat16
     if kind != "softmax":
         assert state.S.dtype == state.z.dtype == jnp.float32
-    assert error(out, reference(x)[0]) < 0.03  # weights and inputs are rounded too
+    if kind == "windowed":
+        assert state.k.dtype == state.v.dtype == jnp.bfloat16, "keys and values in the window are those of a cache"
+    assert error(out, jax.jit(lambda: reference(x)[0])()) < 0.03  # weights and inputs are rounded too

@@ -7,7 +7,7 @@ import re
 import jax
 import pytest
 
-from conftest import micro, micro_mt
+from conftest import make_model, micro, micro_mt
 from t2r.benchmark import decode, shared, steps
 from t2r.benchmark.compile import topology_of
 from t2r.benchmark.floor import (
@@ -21,8 +21,9 @@ from t2r.benchmark.floor import (
 from t2r.benchmark.models import VARIANTS, abstract_inference_model, converted, default_variants, label, random_model
 from t2r.benchmark.shared import DoesNotFit
 from t2r.benchmark.steps import Decoder, abstract_generation, attention_bytes, round_down
+from t2r.environment import total_bytes
 from t2r.errors import InputError
-from t2r.model.config import preset
+from t2r.model.config import AttentionSpec, preset
 
 PAPER_LM = preset("paper_lm", vocab_size=32_768, adaptive_cutoffs=(), layers=2)  # of 32 equal ones
 # Parameters of a layer without queries and keys: value and output projections, feed-forward, their biases, two norms.
@@ -51,6 +52,13 @@ def test_the_models_of_the_paper():
     assert rotary.attention[0].kind == "linear", "rotary positions cannot be merged"
     assert converted(rotary, "transformer").attention == converted(rotary, "transformer").replace().attention
     assert converted(rotary, "model") == rotary
+    windowed = converted(config, "t2r_window")
+    assert {(spec.kind, spec.window, spec.sinks) for spec in windowed.attention} == {("windowed", 64, 4)}
+    assert {spec.kind for spec in windowed.cross_attention} == {"linear"}
+    for row in ("transformer", "t2r"):  # the window belongs to the conversion
+        assert converted(windowed, row) == converted(config, row)
+    sliding = micro(attention=(AttentionSpec(window=5),))
+    assert converted(sliding, "transformer") == sliding, "a sliding window belongs to the transformer"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +70,13 @@ def test_the_models_of_the_paper():
         ("t2r", 2 * 1024 * 256 + 2 * 256, 8 * 32 * 129 * 4, 8 * 32 * 129 * 4),
         ("elu", 2 * 1024**2 + 2 * 1024, 8 * 128 * 129 * 4, 8 * 128 * 129 * 4),
         ("rfa", 2 * 1024**2 + 2 * 1024 + 16 * 128 + 8 * 128, 8 * 32 * 129 * 4, 8 * 32 * 129 * 4),
+        # φ is not merged; the mixture has 8 · 129 values. Also read: 68 keys and values; written: one of each; a count.
+        (
+            "t2r_window",
+            2 * 1024**2 + 2 * 1024 + 8 * 32 * 129 + 8 * 129,
+            8 * 32 * 129 * 4 + 68 * 2 * 1024 * 2 + 4,
+            8 * 32 * 129 * 4 + 2 * 1024 * 2 + 4,
+        ),
     ],
 )
 def test_bytes_of_a_step_of_the_papers_language_model_by_hand(row, weights, read, written):
@@ -89,11 +104,16 @@ def test_a_translation_step_reads_the_source_state_but_not_the_encoder():
 
 
 @pytest.mark.parametrize("row", list(VARIANTS))
-@pytest.mark.parametrize("config", [micro(), micro_mt()], ids=["language model", "translation"])
+@pytest.mark.parametrize("config", [micro(kv_heads=1), micro_mt()], ids=["language model", "translation"])
 def test_the_formula_gives_the_size_of_the_state(config, row):
     model = abstract_variant(config, row)
     counted = attention_bytes(abstract_generation(model, 3, 40).state)
     assert counted == state_bytes(model.config, 3, 40, 40 if config.encoder_layers else 0)
+
+
+def test_the_formula_gives_the_size_of_a_window_with_a_scale_in_float32():
+    model = make_model(micro(attention=(AttentionSpec("windowed", "performer", 8, window=5, sinks=2),)))
+    assert state_bytes(model.config, 3, 40) == total_bytes(model.init_state(3, 40).layers)
 
 
 def test_the_crossover_is_where_the_bytes_are_equal():
@@ -133,7 +153,7 @@ def quick_bandwidth(monkeypatch):
 
 def test_decode_measures_and_resumes(call, tmp_path, quick_bandwidth):
     flags = ["--preset=micro_lm", "--dtype=float32", "--batch=2", "--seconds=0", "--steps=2", f"--output={tmp_path}"]
-    flags += ["--rows=transformer,t2r", "--field=vocab_size=64", "--field=adaptive_cutoffs=()"]
+    flags += ["--rows=transformer,t2r,t2r_window", "--field=vocab_size=64", "--field=adaptive_cutoffs=()"]
     status, first = call("benchmark", "decode", *flags, "--lengths=8", "--device_report")
     assert status == 0 and first["tokens_per_second"]["t2r"]["8"] > 0 and first["bandwidth"] > 0
     assert {"predicted", "found"} == first["crossover"]["t2r"].keys()
@@ -141,10 +161,10 @@ def test_decode_measures_and_resumes(call, tmp_path, quick_bandwidth):
     with (tmp_path / "decode.jsonl").open("a") as file:
         file.write('{"asked": {"wh')  # killed while it wrote
     status, again = call("benchmark", "decode", *flags, "--lengths=8,16", "--budget_seconds=1e-9")
-    assert status == 0 and again["tokens_per_second"] == first["tokens_per_second"] and again["left_out"] == 2
+    assert status == 0 and again["tokens_per_second"] == first["tokens_per_second"] and again["left_out"] == 3
     assert (tmp_path / "decode.jsonl").read_text().startswith(lines)
     content = json.loads((tmp_path / "decode.json").read_text())
-    assert content["environment"]["versions"]["jax"] == jax.__version__ and len(content["lines"]) == 3
+    assert content["environment"]["versions"]["jax"] == jax.__version__ and len(content["lines"]) == 4
     assert (tmp_path / "decode.png").exists() and (tmp_path / "decode.svg").exists()
 
 
@@ -155,7 +175,8 @@ def test_encoding_is_measured_separately(call, quick_bandwidth):
 
 
 def test_memory_is_counted_three_ways(call, tmp_path):
-    flags = ["--preset=micro_mt", "--dtype=float32", "--batch=2", "--rows=transformer,t2r", f"--output={tmp_path}"]
+    rows = "--rows=transformer,t2r,t2r_window"
+    flags = ["--preset=micro_mt", "--dtype=float32", "--batch=2", rows, f"--output={tmp_path}"]
     status, result = call("benchmark", "memory", *flags, "--lengths=8")
     assert status == 0 and result["state_bytes"] == result["formula_bytes"]
     for row, sizes in result["program_state_bytes"].items():

@@ -14,7 +14,7 @@ from t2r.benchmark.floor import training_flops
 from t2r.benchmark.train import measure, zipf_tokens
 from t2r.conversion.swap import swap
 from t2r.errors import InputError
-from t2r.model.config import preset
+from t2r.model.config import AttentionSpec, preset
 from t2r.model.loss import total_loss
 from t2r.model.parameters import abstract_model
 from t2r.training.config import architecture, default_config
@@ -53,6 +53,20 @@ def test_operations_are_about_what_the_compiler_counts(family):
     assert 0.9 < training_flops(config, batch) / 3 / counted < 1.05
 
 
+def test_operations_of_a_window():
+    """A window over the whole sequence needs full attention's products beside those of φ, a shorter one fewer."""
+    batch, length = abstract_batch(1, 96), 96
+
+    def flops(window, features=1):
+        return training_flops(micro(attention=(AttentionSpec("windowed", "t2r", features, window=window),)), batch)
+
+    softmax, pairs = training_flops(micro(), batch), 2 * 2 * 32 * 3 * 2  # layers, products, width; forward, backward
+    assert flops(96) == flops(500)
+    assert flops(96) - flops(8) == pairs * (length**2 / 2 - (8 * length - 8**2 / 2))
+    with_map = 2 * length * 32 * (2 + 2) * 3 * 2 / 2 * 2  # φ and linear attention with one feature, of two layers
+    assert flops(96) - softmax == with_map
+
+
 def test_tokens_follow_zipfs_law():
     tokens = zipf_tokens((200, 500), 267_735, 0)
     assert tokens.min() == 0 or tokens.min() == 1
@@ -88,7 +102,7 @@ def test_unknown_topologies_are_refused():
             topology_devices("v2:2x2")
 
 
-@pytest.mark.parametrize("kind", ["softmax", "t2r"])
+@pytest.mark.parametrize("kind", ["softmax", "t2r", "windowed"])
 def test_a_decoding_step_lowers_with_a_sharded_state(kind):
     mesh = make_mesh(ConfigDict(dict(data=2, tensor=2)))
     with jax.set_mesh(mesh):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,83 @@ def test_convert_evaluate_generate_merge(tmp_path, text_file, call):
     assert whole.stdout.startswith("The old" + result(whole)["text"]), "the text is streamed"
     both = run("generate", *options, "--prompt=The", "--prompt=A lazy fox", "--length=5")
     assert len(both["text"]) == 2
+
+
+@pytest.mark.slow
+def test_a_window_and_the_layers_that_damage_most_and_recall(saved_lm, tmp_path, text_file, call):
+    """damage, convert --window --keep=auto and evaluate --recall: the layer that does most damage keeps softmax."""
+
+    def run(*arguments):
+        status, output = call(*arguments)
+        assert status == 0, output
+        return output
+
+    with_data = [f"--model={saved_lm}", f"--data=text:{text_file}"]
+    sizes = ["--window=3", "--sinks=1", "--length=32", "--sequences=4"]
+    damage = run("damage", *with_data, *sizes, f"--output={tmp_path}/damage.svg")
+    assert damage["scores"].keys() == {"0.attention", "1.attention"} and damage["window"] == 3 and damage["sinks"] == 1
+    assert "<svg" in (tmp_path / "damage.svg").read_text()
+
+    options = [f"--output={tmp_path}/rnn", "--window=3", "--sinks=1", "--features=4", "--keep=auto:1"]
+    converted = run("convert", *with_data, *options)
+    entry = model_dir.load(tmp_path / "rnn").provenance["history"][-1]
+    scores = entry["damage"]["scores"]
+    worst = max((0, 1), key=lambda layer: scores[f"{layer}.attention"])
+    assert converted["softmax_layers"] == [worst] and converted["linear_layers"] == [1 - worst]
+    assert entry["keep"] == str(worst) and entry["asked"] == {"keep": "auto:1"}
+    config = model_dir.load_config(tmp_path / "rnn")
+    assert (config.attention[1 - worst].window, config.attention[1 - worst].sinks) == (3, 1)
+
+    scores = run("evaluate", f"--model={tmp_path}/rnn", f"--data=text:{text_file}", "--window=64", "--recall=32,48")
+    assert scores["recall_32"] > 1 and scores["recall_48"] > 1
+    status, message = call("convert", f"--model={tmp_path}/rnn", f"--output={tmp_path}/merged", "--merge")
+    assert status == 2 and f"layer {1 - worst}: attention with a window needs its queries and keys" in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damage.svg", "prose.txt", "rnn"]
+
+
+def test_converts_table_says_which_tokens_are_exact(saved_lm, tmp_path, capsys):
+    from conftest import forget_commands
+    from t2r.__main__ import main
+
+    flags = [f"--model={saved_lm}", f"--output={tmp_path}/rnn", "--window=3", "--sinks=1", "--features=4", "--keep=1"]
+    forget_commands()
+    assert main(["convert", *flags]) == 0
+    first, second = (re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()[-3:-1])
+    assert first == ["0", "windowed", "t2r", "4", "the last 3, the first 1"] and second == ["1", "softmax", "all"]
+    forget_commands()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["convert", "--window=-1"], "window=-1 must be at least 0"),
+        (["convert", "--window=3", "--sinks=-2"], "sinks=-2 must be at least 0"),
+        (["convert", "--sinks=2"], "sinks=2 needs a window"),
+        (["convert", "--window=many"], "--window=many"),
+        (["convert", "--window=3", "--merge"], "--merge changes no attention: leave out --window"),
+        (["convert", "--keep=auto:1"], "--keep=auto measures the model: say on what"),
+        (["convert", "--keep=auto:x", "--data=builtin:pydoc"], "keep='auto:x'"),
+        (["convert", "--keep=auto:1", "--data=tsv:pairs.tsv"], "a language model needs text"),
+        (["convert", "--keep=auto:1", "--data=text:missing.txt"], "missing.txt"),
+        (["convert", "--cross_keep=auto:1", "--data=builtin:pydoc"], "a language model has no cross attention"),
+        (["convert", "--keep=1", "--data=builtin:pydoc"], "is for --keep=auto"),
+        (["damage", "--data=builtin:pydoc", "--window=0"], "--window=0"),
+        (["damage", "--data=builtin:pydoc", "--sinks=-1"], "--sinks=-1"),
+        (["damage", "--data=tsv:pairs.tsv"], "a language model needs text"),
+        (["damage", "--data=builtin:pydoc", "--output=damage.txt"], "FILE.png or FILE.svg"),
+        (["damage", "--data=builtin:pydoc", "--output=missing/damage.png"], "no directory missing"),
+        (["damage"], "--data is missing"),
+        (["evaluate", "--data=builtin:pydoc", "--recall=many"], "--recall=many: give lengths"),
+        (["evaluate", "--data=builtin:pydoc", "--recall=512,2"], "at least 4 tokens"),
+        (["evaluate", "--data=builtin:pydoc", "--recall=8", "--documents"], "leave out one of the two"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_windows_keeps_and_recalls_get_one_clear_error(flags, message, saved_lm, tmp_path, call):
+    output = [f"--output={tmp_path}/x"] if flags[0] == "convert" else []
+    status, printed = call(flags[0], f"--model={saved_lm}", *flags[1:], *output)
+    assert status == 2 and message in printed, printed
+    assert not list(tmp_path.iterdir())
 
 
 def test_evaluate_documents_independently(saved_lm, tmp_path, call):
@@ -125,7 +203,7 @@ def test_the_quickstart_runs_from_end_to_end(tmp_path):
     assert kept == first
 
 
-@pytest.mark.parametrize("command", ["train", "convert", "evaluate", "generate", "translate", "quickstart"])
+@pytest.mark.parametrize("command", ["train", "convert", "damage", "evaluate", "generate", "translate", "quickstart"])
 def test_help_names_each_command_and_its_flags(command):
     run = t2r(command, "--help")
     assert run.returncode == 0 and f"t2r {command}" in run.stdout and "\nFlags:\n  --" in run.stdout

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.flax import load_file
 
-from conftest import error, make_model, micro, micro_mt, slow_but
+from conftest import WINDOW, error, make_model, micro, micro_mt, slow_but
 from t2r.attention.feature_map import FEATURE_MAPS
 from t2r.data.tokenizer import KINDS, FairseqSubwords, FairseqWords, TokenizerPair, Words
 from t2r.export import formulas
@@ -28,6 +29,7 @@ from t2r.store.model_dir import LoadedModel
 
 TOKENS = np.random.default_rng(0).integers(4, 300, (2, 8)).astype(np.int32)
 T2R, MERGED, SOFTMAX = AttentionSpec("linear", "t2r", 8), AttentionSpec("merged", "t2r", 8), AttentionSpec()
+WINDOWED, WINDOWED_PERFORMER = (AttentionSpec("windowed", name, 8, **WINDOW) for name in ("t2r", "performer"))
 # Runs a script in which t2r cannot be imported.
 WITHOUT_T2R = "import runpy, sys; sys.modules['t2r'] = None; sys.argv.pop(0); runpy.run_path(sys.argv[0])"
 
@@ -104,16 +106,24 @@ LANGUAGE_MODELS = {
         ),
         [],
     ),
+    "windowed": (
+        micro(
+            vocab_size=300, adaptive_cutoffs=(), positions="rotary", kv_heads=1,
+            attention=(WINDOWED, WINDOWED_PERFORMER),
+        ),
+        [],
+    ),
+    "windowed hybrid": (micro(vocab_size=300, attention=(WINDOWED, SOFTMAX)), ["--capacity=32"]),
     "softmax": (
         micro(vocab_size=300, adaptive_cutoffs=(), positions="learned", max_positions=6),
         ["--capacity=6", "--batch=2", "--dtype=bfloat16"],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", slow_but(LANGUAGE_MODELS, "recurrent"))
 def test_an_exported_language_model_equals_the_original(kind, tmp_path, tokenizer, call):
-    """Two kinds of linear attention; a rotary hybrid; few positions; a transformer with a batch of two, in bfloat16."""
+    """Linear attention, without and with a window; hybrids; few positions; a transformer, two sequences, bfloat16."""
     config, flags = LANGUAGE_MODELS[kind]
     model, out = make_model(config), tmp_path / "out"
     model_dir.save(tmp_path / "model", LoadedModel(model, tokenizer, {"history": []}))
@@ -135,20 +145,123 @@ def test_an_exported_language_model_equals_the_original(kind, tmp_path, tokenize
     if kind == "softmax":
         assert result["files"]["model.safetensors"] < 2.2 * result["parameters"] + 4000
         assert result["state_bytes"] == sum(array.nbytes for array in state.values())
+    if kind in ("rotary", "windowed"):
+        assert error(logits, documented(weights, TOKENS, DOCUMENTED[kind])) < 1e-5
+    if kind != "softmax":  # which is exported for two sequences
+        single = step_by_step(step, weights, start(weights, TOKENS[1:, 0]), TOKENS[1:])[0]
+        assert error(single, logits[1:]) < 1e-5
+    if kind == "windowed":
+        page = (out / "README.md").read_text()
+        assert "linear attention in all layers, exact for a window of the last tokens in layers 0–1" in page
+        for scale in ("", " + log_scale[g]"):  # of T2R, whose φ has no scale, and of Performer
+            mixture = f"mixture.weight[g, h mod 2] + mixture.bias[g, h mod 2]{scale} − m, 30)"
+            assert page.count(mixture) == 1
     if kind == "rotary":
-        assert error(logits, documented(weights, TOKENS)) < 1e-5
         text, ids = run_example(out, "The", "5")
         prompt = tokenizer.encode("The")
         assert len(prompt) + len(ids) <= 9 and text == tokenizer.decode(ids)
         check_greedy(expected, prompt, ids, tokenizer.stop)
 
 
-def documented(weights, tokens) -> np.ndarray:
-    """The rotary hybrid, implemented from its README: a T2R and a softmax layer, two query heads and one key head."""
+class DocumentedT2r:
+    """A T2R layer, as its README says, with one key head."""
+
+    def __init__(self, weights):
+        self.W, self.b = weights["feature_map.weight"][0], weights["feature_map.bias"][0]
+        self.S, self.z = np.zeros((8, 16)), np.zeros(8)
+
+    def features_of_query(self, q):
+        return np.maximum(q @ self.W.T / 4 + self.b, 0)
+
+    def add(self, k, v):
+        features = np.maximum(self.W @ k + self.b, 0)
+        self.S, self.z = self.S + np.outer(features, v), self.z + features
+
+    def __call__(self, q, k, v):
+        self.add(k, v)
+        features = self.features_of_query(q)
+        return features @ self.S / np.maximum(features @ self.z, 0.01)[:, None]
+
+
+class DocumentedSoftmax:
+    """A softmax layer, as its README says."""
+
+    def __init__(self, weights):
+        self.keys, self.values = [], []
+
+    def __call__(self, q, k, v):
+        self.keys, self.values = [*self.keys, k], [*self.values, v]
+        scores = np.exp(q @ np.array(self.keys).T / 4)
+        return scores / scores.sum(1, keepdims=True) @ np.array(self.values)
+
+
+class DocumentedWindow(DocumentedT2r):
+    """A T2R layer with a window of 3 tokens and 1 sink, as its README says."""
+
+    log_scale = 0.0
+
+    def __init__(self, weights):
+        super().__init__(weights)
+        self.u, self.bias = weights["mixture.weight"][0], weights["mixture.bias"][0]
+        self.slots, self.count = {}, 0
+
+    def __call__(self, q, k, v):
+        slot = self.count if self.count < 1 else 1 + (self.count - 1) % 3
+        if self.count >= 4:
+            self.add(*self.slots[slot])
+        self.slots[slot] = k, v
+        self.count += 1
+        keys, values = (np.array(x) for x in zip(*self.slots.values()))
+        scores, features, out = q @ keys.T / 4, self.features_of_query(q), []
+        for h in range(2):
+            near = np.exp(scores[h] - scores[h].max())
+            w = np.exp(min(q[h] @ self.u[h] + self.bias[h] + self.log_scale - scores[h].max(), 30))
+            total = near.sum() + w * max(features[h] @ self.z, 0)
+            out.append((near @ values + w * features[h] @ self.S) / total)
+        return np.array(out)
+
+
+class DocumentedPerformerWindow(DocumentedWindow):
+    """The same with Performer's φ."""
+
+    log_scale = -1e30
+
+    def __init__(self, weights):
+        self.directions = weights["feature_map.directions"][0]
+        super().__init__({**weights, "feature_map.weight": [None], "feature_map.bias": [None]})
+
+    def exponents(self, a):
+        a = a / 2
+        return a @ self.directions.T - (a**2).sum(-1, keepdims=True) / 2 - np.log(8) / 2
+
+    def features_of_query(self, q):
+        return np.exp(self.exponents(q) - self.exponents(q).max(-1, keepdims=True))
+
+    def add(self, k, v):
+        exponents = self.exponents(k)
+        raised = max(self.log_scale, exponents.max())
+        factor, features = np.exp(self.log_scale - raised), np.exp(exponents - raised)
+        self.S, self.z = factor * self.S + np.outer(features, v), factor * self.z + features
+        self.log_scale = raised
+
+
+DOCUMENTED = {
+    "rotary": (DocumentedT2r, DocumentedSoftmax),
+    "windowed": (DocumentedWindow, DocumentedPerformerWindow),
+}
+
+
+def documented(weights, tokens, kinds) -> np.ndarray:
+    """A rotary model, implemented from its README: layers of these kinds, two query heads and one key head."""
     w = {name: np.asarray(array) for name, array in weights.items()}
     outputs = []
     for sequence in tokens:
-        S, z, keys, values, logits = np.zeros((8, 16)), np.zeros(8), [], [], []
+        logits, attentions = [], {}
+        for layer, kind in enumerate(kinds):
+            prefix = f"blocks.{layer}.attention."
+            attentions[f"blocks.{layer}."] = kind(
+                {name.removeprefix(prefix): array for name, array in w.items() if name.startswith(prefix)}
+            )
         for position, token in enumerate(sequence):
 
             def rotated(a, t=position * 10_000.0 ** (-np.arange(8) / 8)):
@@ -156,22 +269,13 @@ def documented(weights, tokens) -> np.ndarray:
                 return np.concatenate([a * np.cos(t) - b * np.sin(t), b * np.cos(t) + a * np.sin(t)], -1)
 
             x = w["embedding.table"][token] * 32**0.5
-            for layer in ("blocks.0.", "blocks.1."):
+            for layer, attention in attentions.items():
                 y = normed(x, w, layer + "attention_norm")
                 q, k, v = (
                     np.tensordot(y, w[f"{layer}attention.{name}.kernel"], 1) + w[f"{layer}attention.{name}.bias"]
                     for name in ("query", "key", "value")
                 )
-                q, k, v = rotated(q), rotated(k)[0], v[0]
-                if layer == "blocks.0.":
-                    W, b = (w[f"{layer}attention.feature_map.{name}"][0] for name in ("weight", "bias"))
-                    q, k = np.maximum(q @ W.T / 4 + b, 0), np.maximum(W @ k + b, 0)
-                    S, z = S + np.outer(k, v), z + k
-                    o = q @ S / np.maximum(q @ z, 0.01)[:, None]
-                else:
-                    keys, values = [*keys, k], [*values, v]
-                    scores = np.exp(q @ np.array(keys).T / 4)
-                    o = scores / scores.sum(1, keepdims=True) @ np.array(values)
+                o = attention(rotated(q), rotated(k)[0], v[0])
                 x = x + np.tensordot(o, w[layer + "attention.out.kernel"], 2) + w[layer + "attention.out.bias"]
                 y, up, down = (
                     normed(x, w, layer + "feedforward_norm"),
@@ -256,10 +360,12 @@ def test_an_import_from_fairseq_is_exported(tmp_path, call, tokenizer):
 
 def test_every_array_of_every_model_is_documented():
     maps = tuple(AttentionSpec("linear", name, None) for name in FEATURE_MAPS)
+    windowed_maps = tuple(AttentionSpec("windowed", name, None, **WINDOW) for name in FEATURE_MAPS)
     odd = dict(positions="learned", max_positions=9, tied_output=False, output_bias=True, gated=True, bias=False)
     norms = dict(embedding_norm=True, norm="rms", norm_placement="both", query_norm=True)
     for config in (
         micro(layers=len(maps), attention=maps),
+        micro(layers=len(maps), attention=windowed_maps),
         micro(adaptive_cutoffs=(), **norms, **odd),
         micro(norm_placement="output", query_norm=True, query_norm_heads=True, projection_bias=False),
         micro_mt(shared_embedding=False, final_norm=True, attention=(MERGED, SOFTMAX), cross_attention=(MERGED,)),
@@ -272,7 +378,8 @@ def test_every_array_of_every_model_is_documented():
         assert documented_names == arrays.keys()
         text = formulas.write(config)
         for name in arrays:
-            assert name.split(".")[-1] in text or ".feature_map." not in name, name
+            new = re.search(r"(feature_map|mixture)\.\w+$", name)
+            assert new is None or new[0] in text, name
 
 
 def test_failed_exports_give_an_error_and_leave_no_files(tmp_path, tokenizer, call):

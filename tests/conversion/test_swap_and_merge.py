@@ -6,33 +6,40 @@ import jax
 import numpy as np
 import pytest
 
-from conftest import error, make_model, micro, random_tokens, slow_but
+from conftest import WINDOW, error, make_model, micro, micro_mt, random_tokens, slow_but
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import layers_to_keep, swap
 from t2r.errors import InputError
 from t2r.model.config import AttentionSpec
 from t2r.model.parameters import arrays_of
 
-MAPS = ["t2r", "elu", "rfa", "performer"]
+MAPS = ["t2r", "windowed", "elu", "rfa", "performer"]
 
 
 @pytest.mark.parametrize("name", MAPS)
 def test_swap_changes_only_the_attention(name):
-    """All arrays but φ's are the original's; with the old attention put back, outputs are bitwise the old ones."""
+    """All arrays but φ's and the mixture's are the original's; with the old attention put back, outputs are bitwise
+    the old ones."""
     model, tokens = make_model(micro()), random_tokens(2, 10)
     before = arrays_of(model)
-    swapped = swap(model, feature_map=name, features=None if name == "elu" else 8)
+    if name == "windowed":
+        swapped = swap(model, features=8, **WINDOW)
+    else:
+        swapped = swap(model, feature_map=name, features=None if name == "elu" else 8)
     after = arrays_of(swapped)
     new = after.keys() - before.keys()
-    assert before.keys() <= after.keys() and all(".attention.feature_map." in key for key in new)
+    added = {key.split(".attention.")[1].split(".")[0] for key in new}
+    assert before.keys() <= after.keys() and added <= ({"feature_map"} | ({"mixture"} if name == "windowed" else set()))
+    assert name != "windowed" or added == {"feature_map", "mixture"}
     assert all(after[key] is before[key] for key in before)
     assert dataclasses.replace(swapped.config, attention=model.config.attention) == model.config
-    expected, converted = model(tokens)[0], swapped(tokens)[0]
+    run = lambda model: jax.jit(lambda: model(tokens)[0])()  # noqa: E731
+    expected, converted = run(model), run(swapped)
     assert error(converted, expected) > 0.01
     assert {spec.kind for spec in model.config.attention} == {"softmax"}, "swap must not modify the original"
     for block, original in zip(swapped.blocks, model.blocks):
         block.attention = original.attention
-    np.testing.assert_array_equal(swapped(tokens)[0], expected)
+    np.testing.assert_array_equal(run(swapped), expected)
 
 
 def test_keep_names_the_layers_that_stay_softmax():
@@ -54,11 +61,23 @@ def test_keep_names_the_layers_that_stay_softmax():
         (dict(keep="2,9"), "layers 0 to 1, not 2, 9"),
         (dict(keep="some"), "every_4th"),
         (dict(keep="0,1"), "nothing to swap"),
+        (dict(keep="auto:1"), "auto is for t2r convert and t2r train"),
+        (dict(window=-1), "window=-1 must be at least 0"),
+        (dict(window=4, sinks=-1), "sinks=-1 must be at least 0"),
+        (dict(window=-4, sinks=-1), r"window=-4(.|\n)*sinks=-1"),
+        (dict(sinks=2), "sinks=2 needs a window"),
+        (dict(window=4, attention="cross"), "attention='cross'"),
     ],
 )
 def test_invalid_swaps_are_errors(plan, message):
     with pytest.raises(InputError, match=message):
         swap(make_model(micro()), **plan)
+
+
+@pytest.mark.parametrize("plan", [dict(window=4), dict(window=-4), dict(sinks=1)], ids=str)
+def test_a_window_without_causal_attention_is_refused(plan):
+    with pytest.raises(InputError, match=r"(window=-?4|sinks=1).*attention='cross'"):
+        swap(make_model(micro_mt()), features=4, attention="cross", **plan)
 
 
 @pytest.mark.parametrize("fields", slow_but([{}, dict(kv_heads=1), dict(bias=False)], dict(kv_heads=1)), ids=str)
@@ -112,6 +131,12 @@ def test_attention_that_cannot_be_merged_is_an_error():
         merge(swap(make_model(micro(query_norm=True)), features=8))
     with pytest.raises(InputError, match="nothing to merge"):
         merge(merge(swap(make_model(micro()), features=8)))
+    with pytest.raises(InputError, match=r"layer 0: attention with a window needs its queries and keys(.|\n)*layer 1"):
+        merge(swap(make_model(micro()), features=8, **WINDOW))
+    hybrid = swap(swap(make_model(micro()), features=8, keep="1"), features=8, **WINDOW)
+    with pytest.raises(InputError, match=r"layer 1: attention with a window") as raised:
+        merge(hybrid)
+    assert "layer 0" not in str(raised.value)
 
 
 def test_feature_maps_that_do_not_fit_are_refused_before_anything_is_allocated(tmp_path, call):

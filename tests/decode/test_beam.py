@@ -11,7 +11,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import make_model, micro_mt, slow_but
+from conftest import WINDOW, make_model, micro_mt, slow_but
 from t2r import environment
 from t2r.batch import PADDING
 from t2r.conversion.merge import merge
@@ -24,8 +24,9 @@ from t2r.model.transformer import Seq2Seq
 
 END = 5  # a token that these random models often generate
 PAD = 7
-# One for each kind of state: a cache; S and z; S and z with a scale; a mixture. Feature maps are tested elsewhere.
-KINDS = ["softmax", "merged", "performer", "hybrid"]
+# One for each kind of state: a cache; S and z; those and a window; S and z with a scale; mixtures of some. Feature maps
+# are tested elsewhere.
+KINDS = ["softmax", "merged", "windowed", "performer", "hybrid", "windowed_hybrid"]
 
 
 def model_of(kind, seed=0, vocab_size=12, **fields):
@@ -36,6 +37,10 @@ def model_of(kind, seed=0, vocab_size=12, **fields):
     sizes = {} if kind == "elu" else dict(features=4, cross_features=8)
     if kind in ("merged", "hybrid"):
         return merge(swap(model, **sizes, keep="1" if kind == "hybrid" else "none"))
+    if kind.startswith("windowed"):
+        return swap(model, **sizes, **WINDOW, keep="1" if kind == "windowed_hybrid" else "none")
+    if kind == "short_window":  # which keys leave even in translations of three tokens
+        return swap(model, **sizes, window=1, sinks=1)
     return swap(model, feature_map=kind, **sizes)
 
 
@@ -56,6 +61,7 @@ ALL_CANDIDATES = [
     ("hybrid", 1.3, False, 0),
     ("merged", 0.6, True, 0),
     ("softmax", 0.6, False, 1),
+    ("short_window", 1.0, True, 0),
 ]
 
 
@@ -133,14 +139,21 @@ def all_log_probs(graph, arrays, source, tokens):
     return model.log_probs(model(tokens, source=model.source_states(jnp.maximum(source, 0), source != PADDING))[0])
 
 
-SEARCHES = [(1, 0.6, True), (3, 0.0, True), (3, 0.6, False), (4, 0.6, True), (2, 1.5, True)]
+SEARCHES = [
+    ("merged", 1, 0.6, True),
+    ("merged", 3, 0.0, True),
+    ("merged", 3, 0.6, False),
+    ("windowed", 3, 0.6, True),
+    ("merged", 4, 0.6, True),
+    ("merged", 2, 1.5, True),
+]
 
 
-@pytest.mark.parametrize(("size", "penalty", "early"), slow_but(SEARCHES, SEARCHES[2], SEARCHES[-1]))
+@pytest.mark.parametrize(("kind", "size", "penalty", "early"), slow_but(SEARCHES, SEARCHES[2], SEARCHES[-1]))
 @given(seed=st.integers(0, 2**16))
-def test_any_beam_equals_the_naive_search(size, penalty, early, seed):
+def test_any_beam_equals_the_naive_search(kind, size, penalty, early, seed):
     """All results, in their order; with early stopping those of fairseq."""
-    model = model_of("merged", seed)
+    model = model_of(kind, seed)
     sequences = random_sources([3, 7, 2], 12, seed)
     sources, limits, beam = padded(sequences, 8), [4, 9, 6], Beam(size, penalty, early)
     results = translate(model, sources, end=END, padding=PAD, beam=beam, limits=limits)
@@ -156,7 +169,7 @@ def test_any_beam_equals_the_naive_search(size, penalty, early, seed):
         assert [h.tokens for h in hypotheses] == [r[1] for r in expected]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "softmax", "merged"))
 def test_batches_padding_greedy_and_rescoring(kind):
     """A batch equals its sentences one by one, with any padding; scores equal a forward pass; a beam of 1 is greedy."""
     model = model_of(kind)

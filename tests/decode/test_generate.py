@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conftest import error, make_model, micro, random_tokens
+from conftest import WINDOW, error, make_model, micro, random_tokens, slow_but
 from t2r import environment
 from t2r.benchmark.steps import linear_state_bytes, measure_decoding
 from t2r.conversion.merge import merge
@@ -22,8 +22,9 @@ from t2r.store import model_dir
 from t2r.store.model_dir import LoadedModel
 
 NO_STOP = -1
-# One for each kind of state: a cache; S and z; S and z with a scale; a mixture. Feature maps are tested elsewhere.
-KINDS = ["softmax", "merged", "performer", "hybrid"]
+# One for each kind of state: a cache; S and z; those and a window; S and z with a scale, without and with a window;
+# mixtures with softmax layers. Feature maps are tested elsewhere.
+KINDS = ["softmax", "merged", "windowed", "performer", "windowed_performer", "hybrid", "windowed_hybrid"]
 
 
 def model_of(kind):
@@ -33,6 +34,10 @@ def model_of(kind):
     if kind in ("merged", "hybrid"):
         swapped = swap(model, features=8, keep="1" if kind == "hybrid" else "none")
         return merge(swapped)
+    if kind.startswith("windowed"):
+        _, _, kind = kind.partition("_")
+        feature_map, keep = "performer" if kind == "performer" else "t2r", "1" if kind == "hybrid" else "none"
+        return swap(model, feature_map=feature_map, features=8, keep=keep, **WINDOW)
     return swap(model, feature_map=kind, features=None if kind == "elu" else 8)
 
 
@@ -51,7 +56,7 @@ def test_greedy_decoding_is_the_argmax_of_a_forward_pass_for_any_batch(kind):
         assert forward(jnp.array([ids + generated]))[0, len(ids) - 1 : -1].tolist() == generated
 
 
-@pytest.mark.parametrize("kind", ["softmax", "merged", "hybrid", "performer"])
+@pytest.mark.parametrize("kind", slow_but(KINDS, "softmax", "merged"))
 def test_a_state_is_saved_loaded_forked_and_continued(kind, tmp_path):
     model = model_of(kind)
     sampling = Sampling(temperature=1.0)
@@ -72,7 +77,7 @@ def test_a_state_is_saved_loaded_forked_and_continued(kind, tmp_path):
     assert len(forked) == 4 and forked[0] == forked[1] and forked[2] == forked[3] and forked[0] != forked[2]
 
 
-@pytest.mark.parametrize("kind", ["softmax", "merged"])
+@pytest.mark.parametrize("kind", slow_but(["softmax", "merged", "windowed"], "softmax", "merged"))
 def test_appending_a_prompt_equals_reading_it_at_once(kind):
     """A prompt in two parts, with generated tokens in between, against the same tokens as one prompt."""
     model = model_of(kind)
@@ -103,7 +108,7 @@ def test_sequences_stop_at_the_stop_token_and_the_others_continue():
     assert first == sequences[:1]
 
 
-@pytest.mark.parametrize("kind", ["softmax", "merged"])
+@pytest.mark.parametrize("kind", slow_but(["softmax", "merged", "windowed"], "softmax", "merged"))
 def test_the_state_of_a_finished_sequence_does_not_change(kind):
     """When a prompt is appended, it continues as if it had been alone in the batch."""
     model = model_of(kind)
@@ -150,6 +155,9 @@ def test_the_state_of_an_rnn_has_the_constant_size_of_the_formula():
     actual = prefill(rnn, [prompt(2)] * 16, 50).state.layers
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(actual)) == sizes[0]
     assert state_bytes(transformer, 16, 4096) > 60 * state_bytes(transformer, 16, 64)
+    # With a window: the keys and values of its 3 tokens and of a sink, and a counter for each sequence, too.
+    sizes = {state_bytes(model_of("windowed"), 16, length) - sizes[0] for length in (1, 64, 4096)}
+    assert sizes == {2 * 16 * (2 * (3 + 1) * 2 * 16 * 4 + 4)}
 
 
 def test_the_benchmark_counts_what_it_generates():
@@ -219,6 +227,8 @@ def test_a_state_of_another_model_is_refused(tmp_path):
     save_generation(tmp_path / "state", generation)
     with pytest.raises(InputError, match=r"another kind of model(.|\n)*state\.layers\.0"):
         load_generation(tmp_path / "state", model_of("softmax"))
+    with pytest.raises(InputError, match=r"another kind of model(.|\n)*state\.layers\.0"):
+        load_generation(tmp_path / "state", model_of("windowed"))
     (tmp_path / "state").write_bytes(b"junk")
     with pytest.raises(InputError, match="damaged"):
         load_generation(tmp_path / "state", model_of("merged"))

@@ -19,8 +19,8 @@ def test_recall_is_the_perplexity_of_the_repeated_half_without_its_first_token()
     assert sequences.shape == (3, 16) and (sequences[:, :8] == sequences[:, 8:]).all()
     log_probs = model.log_probs(model(jnp.asarray(sequences))[0])
     expected = [-log_probs[b, i - 1, sequences[b, i]] for b in range(3) for i in range(9, 16)]
-    for batch in (2, 8):
-        measured = recall(model, text, length=16, sequences=3, batch=batch, quiet=True)
+    for batch, length in ((2, 16), (8, 16), (2, 17)):  # of 17 tokens, 8 repeat 8
+        measured = recall(model, text, length=length, sequences=3, batch=batch, quiet=True)
         assert measured == pytest.approx(np.exp(np.mean(expected)), rel=1e-5)
     with pytest.raises(InputError, match="at least 100 tokens, not 50"):
         recall(model, text, length=200)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from conftest import error, slow_but
+from conftest import WINDOW, error, slow_but
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
 from t2r.decode.generate import generate_tokens, prefill, prefill_translation
@@ -68,11 +68,16 @@ def test_an_imported_model_equals_the_original_live(name, tmp_path):
 CONVERTED = ["mistral", "qwen2", "gemma3", "gpt2", "gpt_neox", "opt", "marian", "bart", "mbart", *NEW]
 
 
-@pytest.mark.parametrize("name", slow_but(CONVERTED, "gpt2", "marian"))
-def test_every_family_converts(name):
-    """The converted model gives the same outputs at once and in pieces; merging with rotary positions is refused."""
+@pytest.mark.parametrize(
+    ("name", "window"),
+    slow_but([(name, window) for window in ({}, WINDOW) for name in CONVERTED], ("gpt2", {}), ("marian", {})),
+    ids=lambda value: value if isinstance(value, str) else "windowed" if value else "linear",
+)
+def test_every_family_converts(name, window):
+    """The converted model gives the same outputs at once and in pieces; merging is refused with rotary positions, and
+    with a window."""
     model, _ = load(FOLDER / name)
-    converted = swap(model, feature_map="t2r", features=4)
+    converted = swap(model, feature_map="t2r", features=4, **window)
     ids = jnp.asarray(np.load(FOLDER / name / "reference.npz")["input_ids"], jnp.int32)
 
     @jax.jit
@@ -86,7 +91,11 @@ def test_every_family_converts(name):
 
     whole, pieces = run(converted)
     assert error(pieces, whole) < 1e-5
-    if model.config.positions == "rotary":
+    if window:
+        assert {spec.kind for spec in converted.config.attention} == {"windowed"}
+        with pytest.raises(InputError, match="attention with a window"):
+            merge(converted)
+    elif model.config.positions == "rotary":
         with pytest.raises(InputError, match="rotary"):
             merge(converted)
     else:

@@ -148,6 +148,7 @@ def test_only_plain_layers_are_supported():
     for fields in (
         dict(gated=True), dict(norm_placement="both"), dict(norm="rms"), dict(activation="gelu"),
         dict(attention=(AttentionSpec("linear", "t2r", 16),)), dict(attention=(MERGED,), kv_heads=1),
+        dict(attention=(AttentionSpec("windowed", "t2r", 16, window=4), AttentionSpec())),
         dict(width=96), dict(feedforward=80),
     ):  # fmt: skip
         assert not support.suits(abstract_model(micro(**{"attention": (MERGED,), **fields}))), fields

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from conftest import error, make_model, micro_mt, random_tokens, slow_but
+from conftest import WINDOW, error, make_model, micro_mt, random_tokens, slow_but
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
 from t2r.errors import InputError
@@ -23,20 +23,28 @@ FAMILIES = {
     "learned positions": dict(positions="learned", max_positions=30),
     "rotary": dict(positions="rotary", norm="rms", bias=False),
 }
-KINDS = ["softmax", "t2r", "elu", "rfa", "performer"]
+# "windowed": causal attention with a window, and linear or softmax cross attention.
+KINDS = ["softmax", "t2r", "windowed", "windowed, softmax cross", "elu", "rfa", "performer"]
 
 
 def converted(kind, model):
     if kind == "softmax":
         return model
+    if kind == "windowed, softmax cross":
+        return swap(model, features=4, attention="causal", **WINDOW)
+    if kind == "windowed":
+        return swap(model, features=4, cross_features=8, **WINDOW)
     sizes = {} if kind == "elu" else dict(features=4, cross_features=8)
     return swap(model, feature_map=kind, **sizes)
 
 
-@pytest.mark.parametrize("family", slow_but(FAMILIES, "paper", "pre-norm"))
-def test_every_family_decodes_as_it_trains_and_uses_every_parameter(family):
+CASES = [*((family, "t2r") for family in FAMILIES), ("paper", "windowed"), ("rotary", "windowed, softmax cross")]
+
+
+@pytest.mark.parametrize(("family", "kind"), slow_but(CASES, ("paper", "t2r"), ("pre-norm", "t2r")))
+def test_every_family_decodes_as_it_trains_and_uses_every_parameter(family, kind):
     """Whole targets against the same targets in pieces, through the state; every parameter has a gradient."""
-    model = swap(make_model(micro_mt(layers=1, **FAMILIES[family])), features=4, cross_features=8)
+    model = converted(kind, make_model(micro_mt(layers=1, **FAMILIES[family])))
     graph, arrays = nnx.split(model)
     source, tokens = random_tokens(2, 11, 1, vocab=40), random_tokens(2, 8, 2, vocab=60)
     mask = jnp.ones(source.shape, bool).at[1, 7:].set(False)
@@ -59,7 +67,7 @@ def test_every_family_decodes_as_it_trains_and_uses_every_parameter(family):
         assert np.abs(np.asarray(leaf.get_value())).max() > 0, path
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "softmax", "t2r", "windowed"))
 def test_source_padding_has_no_effect_and_source_tokens_have_one(kind):
     model = converted(kind, make_model(micro_mt(layers=1)))
     tokens, sources = random_tokens(2, 6, 2, vocab=60), random_tokens(2, 9, 3, vocab=60)
@@ -73,7 +81,7 @@ def test_source_padding_has_no_effect_and_source_tokens_have_one(kind):
     )
 
 
-@pytest.mark.parametrize("kind", ["softmax", "t2r"])
+@pytest.mark.parametrize("kind", slow_but(["softmax", "t2r", "windowed"], "softmax", "t2r"))
 def test_several_targets_of_one_source_share_its_state(kind):
     """As in beam search: three targets for each source, against three copies of each source."""
     model = converted(kind, make_model(micro_mt()))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
-from conftest import error, linear_spec, make_model, micro, random_tokens, slow_but
+from conftest import WINDOW, error, linear_spec, make_model, micro, random_tokens, slow_but
 from t2r.dropout import dropout
 from t2r.errors import InputError
 from t2r.layout import AXES
@@ -22,7 +22,8 @@ from t2r.model.embedding import AdaptiveEmbedding, sinusoids
 from t2r.model.transformer import Block, LanguageModel, check_length, run_layers
 from t2r.training.sharding import make_mesh
 
-KINDS = ["softmax", "t2r", "elu", "rfa", "performer"]
+KINDS = slow_but(["softmax", "t2r", "windowed", "elu", "rfa", "performer"], "softmax", "t2r")
+T2R, WINDOWED = AttentionSpec("linear", "t2r", 4), AttentionSpec("windowed", "t2r", 8, **WINDOW)
 
 FAMILIES = {
     "paper": {},
@@ -39,6 +40,8 @@ FAMILIES = {
     "no positions": dict(positions="none"),
     "hybrid": dict(attention=(AttentionSpec("linear", "t2r", 8), AttentionSpec())),
     "merged": dict(attention=(AttentionSpec("merged", "t2r", 8),)),
+    "windowed": dict(attention=(WINDOWED,), positions="rotary", kv_heads=1),
+    "windowed hybrid": dict(attention=(WINDOWED, AttentionSpec())),
 }  # fmt: skip
 
 
@@ -52,7 +55,7 @@ def decode(model, tokens, sizes):
     return jnp.concatenate(pieces, 1), state
 
 
-@pytest.mark.parametrize("family", slow_but(FAMILIES, *(FAMILIES.keys() - {"olmo 2"})))
+@pytest.mark.parametrize("family", slow_but(FAMILIES, *(FAMILIES.keys() - {"olmo 2", "windowed"})))
 def test_every_family_decodes_as_it_trains(family):
     model = make_model(micro(**FAMILIES[family]))
     tokens = random_tokens(2, 12)
@@ -197,12 +200,14 @@ def test_layer_dropout_skips_whole_layers():
 
 
 @pytest.mark.parametrize(
-    "keep", [*(pytest.param(keep, marks=pytest.mark.slow) for keep in ("none", "last")), "every_2nd"]
+    ("keep", "linear"),
+    [("none", T2R), ("last", T2R), ("every_2nd", T2R), ("every_2nd", WINDOWED)],
+    ids=["none", "last", "every_2nd", "windowed"],
 )
 @pytest.mark.slow
-def test_scan_layers_and_remat_change_neither_loss_nor_gradient(keep):
+def test_scan_layers_and_remat_change_neither_loss_nor_gradient(keep, linear):
     """With dropout; for equal layers, a repeating pattern of layers, and layers with no pattern."""
-    linear, full = AttentionSpec("linear", "t2r", 4), AttentionSpec()
+    full = AttentionSpec()
     specs = {"none": [linear] * 4, "every_2nd": [linear, full] * 2, "last": [linear, linear, linear, full]}[keep]
     tokens = random_tokens(2, 9)
     plain = micro(layers=4, attention=tuple(specs), dropout=0.2, adaptive_cutoffs=())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from conftest import make_model, micro, random_tokens
+from conftest import WINDOW, make_model, micro, random_tokens
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
 from t2r.errors import InputError
@@ -23,20 +23,22 @@ def saved(tmp_path, tokenizer):
     return path, model
 
 
-@pytest.mark.parametrize("kind", ["softmax", "t2r", "elu", "rfa", "performer", "merged", "hybrid"])
+@pytest.mark.parametrize(
+    "kind", ["softmax", "t2r", "elu", "rfa", "performer", "merged", "hybrid", "windowed", "windowed_hybrid"]
+)
 def test_every_kind_of_model_is_saved_and_loaded(kind, tmp_path, tokenizer):
     model = make_model(micro(vocab_size=300))
     if kind != "softmax":
-        name = kind if kind not in ("merged", "hybrid") else "t2r"
-        model = swap(
-            model, feature_map=name, features=None if name == "elu" else 8, keep="0" if kind == "hybrid" else "none"
-        )
+        name = kind if kind in ("elu", "rfa", "performer") else "t2r"
+        window = WINDOW if kind.startswith("windowed") else {}
+        keep = "0" if kind.endswith("hybrid") else "none"
+        model = swap(model, feature_map=name, features=None if name == "elu" else 8, keep=keep, **window)
     model = merge(model) if kind == "merged" else model
     model_dir.save(tmp_path / "m", LoadedModel(model, tokenizer, {"history": []}))
     loaded = model_dir.load(tmp_path / "m")
     tokens = random_tokens(2, 8)
     assert loaded.model.config == model.config
-    np.testing.assert_array_equal(loaded.model(tokens)[0], model(tokens)[0])
+    np.testing.assert_array_equal(*(jax.jit(lambda m=m: m(tokens)[0])() for m in (loaded.model, model)))
     assert loaded.tokenizer.encode("The old boat") == tokenizer.encode("The old boat")
 
 

@@ -84,6 +84,24 @@ def test_two_processes_equal_one(config_file, tmp_path):
 
 
 @pytest.mark.slow
+def test_two_processes_keep_the_layers_that_one_keeps(config_file, tmp_path):
+    """The first process measures the damage; all need its result. A second run in the same folder does not measure."""
+    plan = ["--config.convert.keep=auto:1", "--config.convert.window=3", "--config.convert.sinks=1", "--config.steps=2"]
+    for status, _, errors in finish(start(config_file, tmp_path / "two", *plan)):
+        assert status == 0, errors
+    one = train(config_file, tmp_path / "one", *plan, *MESH[-1:])
+    assert one.returncode == 0, one.stderr
+    swaps = [
+        json.loads((tmp_path / name / "model" / "provenance.json").read_text())["history"][0] for name in ("one", "two")
+    ]
+    assert swaps[0]["keep"] == swaps[1]["keep"] and swaps[0]["asked"] == {"keep": "auto:1"}
+    (folder,) = (tmp_path / "one").glob("damage-*")
+    measured = (folder / "damage.json").stat().st_mtime_ns
+    again = train(config_file, tmp_path / "one", *plan[:-1], *MESH[-1:], "--config.steps=3")
+    assert again.returncode == 0 and (folder / "damage.json").stat().st_mtime_ns == measured, again.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_is_killed_ends_the_other_with_a_message(config_file, tmp_path, victim):
     processes = start(config_file, tmp_path / "run", "--config.steps=5000")

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from conftest import error, make_model, micro, micro_mt, random_tokens
+from conftest import WINDOW, error, make_model, micro, micro_mt, random_tokens, slow_but
 from t2r.batch import Batch
 from t2r.conversion.swap import swap
 from t2r.decode.generate import generate_tokens, prefill
@@ -23,11 +23,10 @@ from t2r.training.step import Objective, init_state, make_step
 MESHES = [dict(data=8), dict(fsdp=8), dict(tensor=4), dict(data=2, fsdp=2, tensor=2)]
 
 
-def hybrid(**fields):
+def hybrid(window=None, **fields):
     """A T2R layer and a softmax layer; with dropout, so that random masks must agree too."""
-    return swap(
-        make_model(micro(adaptive_cutoffs=(), vocab_size=256, heads=4, dropout=0.1, **fields)), features=8, keep="1"
-    )
+    model = make_model(micro(adaptive_cutoffs=(), vocab_size=256, heads=4, dropout=0.1, **fields))
+    return swap(model, features=8, keep="1", **(window or {}))
 
 
 def run(model, axes, batch_of, steps=3):
@@ -69,6 +68,16 @@ def test_many_devices_equal_one_and_each_holds_its_share(axes, one_device):
 
 
 @pytest.mark.slow
+def test_windowed_attention_on_a_mesh_of_three_axes_is_the_same():
+    batch_of = lambda i: Batch(random_tokens(8, 13, i))  # noqa: E731
+    expected, actual = (run(hybrid(WINDOW), axes, batch_of) for axes in (dict(data=1), MESHES[-1]))
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
+    assert error(actual[1].trained, jax.tree.map(np.asarray, expected[1].trained)) < 1e-5
+    mixture = actual[1].trained["blocks.0.attention.mixture.weight"]
+    assert mixture.sharding.shard_shape(mixture.shape) == (2, 1, 8), "heads are sharded"
+
+
+@pytest.mark.slow
 def test_a_translation_model_on_a_mesh_of_three_axes_is_the_same():
     model = swap(make_model(micro_mt(layers=1)), features=4, cross_features=8)
     pairs = lambda i: Batch(random_tokens(4, 7, i, vocab=60), random_tokens(4, 6, i + 9, vocab=60))  # noqa: E731
@@ -77,8 +86,9 @@ def test_a_translation_model_on_a_mesh_of_three_axes_is_the_same():
     assert error(actual[1].trained, jax.tree.map(np.asarray, expected[1].trained)) < 1e-5
 
 
-def test_decoding_and_evaluation_are_sharded_too():
-    model, prompts = hybrid(), [[3, 5, 7], [2], [9, 9], [1, 4]]
+@pytest.mark.parametrize("window", slow_but([None, WINDOW], None), ids=["linear", "windowed"])
+def test_decoding_and_evaluation_are_sharded_too(window):
+    model, prompts = hybrid(window), [[3, 5, 7], [2], [9, 9], [1, 4]]
     expected = generate_tokens(model, prefill(model, prompts, 8), 8, end=-1)[1]
     scores = perplexity(model, np.arange(200) % 250, window=32, quiet=True)
     mesh = make_mesh(ConfigDict(dict(data=2, tensor=2)))
@@ -91,6 +101,8 @@ def test_decoding_and_evaluation_are_sharded_too():
     linear, cache = generation.state.layers
     assert linear.S.sharding.shard_shape(linear.S.shape) == (2, 2, 8, 8)
     assert cache.k.sharding.shard_shape(cache.k.shape)[:2] == (2, 2)
+    if window:
+        assert linear.k.sharding.shard_shape(linear.k.shape) == (2, 2, 4, 8)
 
 
 def test_layouts_by_name():
@@ -109,6 +121,7 @@ def test_layouts_by_name():
 def test_every_matrix_of_every_model_has_a_layout():
     for model in (
         hybrid(),
+        hybrid(WINDOW),
         make_model(micro()),
         make_model(micro_mt(shared_embedding=False, positions="learned", max_positions=9)),
     ):

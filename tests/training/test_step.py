@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from conftest import error, make_model, micro, micro_mt, random_tokens, slow_but
+from conftest import WINDOW, error, make_model, micro, micro_mt, random_tokens, slow_but
 from t2r.batch import PADDING, Batch
 from t2r.conversion.swap import swap
 from t2r.errors import InputError
@@ -41,6 +41,11 @@ def model():
 @pytest.fixture(scope="module")
 def plain(model):
     return run(jax.tree.map(jnp.copy, model))
+
+
+@pytest.fixture(scope="module")
+def windowed():
+    return swap(make_model(micro(layers=1)), features=8, **WINDOW)
 
 
 @pytest.mark.slow
@@ -82,6 +87,17 @@ def test_parts_and_devices_do_not_change_the_result(model, plain, options):
     assert error(arrays, plain[1]) < 1e-5
 
 
+@pytest.mark.slow
+def test_a_windowed_model_trains_in_parts_on_devices_and_in_bfloat16(windowed):
+    losses, arrays = run(jax.tree.map(jnp.copy, windowed))
+    split_losses, split_arrays = run(jax.tree.map(jnp.copy, windowed), devices=2, accumulate=2)
+    np.testing.assert_allclose(split_losses, losses, rtol=1e-5)
+    assert error(split_arrays, arrays) < 1e-5
+    rounded, arrays = run(swap(make_model(micro(layers=1, dtype="bfloat16")), features=8, **WINDOW))
+    np.testing.assert_allclose(rounded, losses, rtol=2e-2)
+    assert {array.dtype.name for array in arrays.values()} == {"float32"}
+
+
 def test_bfloat16_follows_float32(plain):
     model = swap(make_model(micro(layers=1, dtype="bfloat16")), features=8)
     losses, arrays = run(model)
@@ -89,12 +105,21 @@ def test_bfloat16_follows_float32(plain):
     assert {array.dtype.name for array in arrays.values()} == {"float32"}
 
 
-@pytest.mark.parametrize("trainable", ["all", "feature_maps", "all_but_feature_maps"])
-def test_only_trainable_parameters_change(model, trainable):
+TRAINABLE = ["all", "feature_maps", "all_but_feature_maps"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainable"), slow_but([(k, t) for k in ("model", "windowed") for t in TRAINABLE],
+                                    *(("model", t) for t in TRAINABLE), ("windowed", "feature_maps"))
+)  # fmt: skip
+def test_only_trainable_parameters_change(kind, trainable, request):
+    """What a conversion added, φ and with a window the mixture, is what `feature_maps` names."""
+    model = request.getfixturevalue(kind)
     before = {name: np.asarray(array) for name, array in arrays_of(model).items()}
     _, after = run(jax.tree.map(jnp.copy, model), steps=2, trainable=trainable)
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
-    in_maps = {name for name in before if ".feature_map." in name}
+    in_maps = {name for name in before if ".feature_map." in name or ".mixture." in name}
+    assert any(".mixture." in name for name in in_maps) == (kind == "windowed")
     assert (
         changed
         == {"all": set(before), "feature_maps": in_maps, "all_but_feature_maps": set(before) - in_maps}[trainable]
