@@ -313,33 +313,40 @@ def _attend(
     # The output does not depend on this maximum, so no gradient has to flow through it.
     largest = jax.lax.stop_gradient(scores.max(-1))
     weights = jnp.where(exact, jnp.exp(scores - largest[..., None]), 0)
-    total, mix = weights.sum(-1), jnp.moveaxis(q.mix, 1, 2)
-    scale, similarity = _distant_scale(past, distant, features), None
+    near, far, out = weights.sum(-1), 0.0, 0.0
+
+    scale = _distant_scale(past, distant, features)
+    log_mix = jnp.moveaxis(q.mix, 1, 2)
+    log_mix = log_mix if scale is None else log_mix + scale[..., None]
+    mix = jnp.exp(jnp.minimum(log_mix - largest, LARGEST))
     if distant is not None:
-        similarity = jnp.einsum(
-            "bngrk,bmgk->bgnrm", q.features.values, features.values, preferred_element_type=jnp.float32
-        )
-        if scale is not None:
-            log_factor = features.log_scale.mT[:, :, None, :] - scale[..., None]
-            similarity *= jnp.exp(jnp.minimum(log_factor, 0))[:, :, :, None]
+        similarity = _similarity(q.features, features, scale)
         similarity = jnp.where(distant[:, None, :, None, :], similarity, 0)
-    mix = mix if scale is None else mix + scale[..., None]
-    mix = jnp.exp(jnp.minimum(mix - largest, LARGEST))
-    distant_total = 0.0 if similarity is None else similarity.sum(-1)
+        weights += mix[..., None] * similarity
+        far += similarity.sum(-1)
     if past is not None:
         values = q.features.values.astype(jnp.float32)
         if scale is not None:
             values *= jnp.exp(past.log_scale[:, None] - jnp.moveaxis(scale, 1, 2))[..., None, None]
-        distant_total += jnp.einsum("bngrk,bgk->bgnr", values, past.z)
-    # Random features may be negative; their sum must not reduce the normaliser.
-    total += mix * jnp.where(distant_total < 0, 0, distant_total)
-    total = jnp.where(total > 0, total, 1)[..., None]  # padding may see no key
-    weights = weights if similarity is None else weights + mix[..., None] * similarity
+        far += jnp.einsum("bngrk,bgk->bgnr", values, past.z)
+        out = mix[..., None] * jnp.einsum("bngrk,bgkd->bgnrd", values, past.S)
+
+    # Random features may be negative: their sum must not reduce the normaliser.
+    total = near + mix * jnp.where(far < 0, 0, far)
+    total = jnp.where(total > 0, total, 1)  # padding may see no key
     weights = drop_weights(weights, dropout, key, first=0, length=None)
-    out = jnp.einsum("bgnrm,bmgd->bgnrd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    if past is not None:
-        out += mix[..., None] * jnp.einsum("bngrk,bgkd->bgnrd", values, past.S)
-    return jnp.moveaxis(out / total, 1, 2).astype(v.dtype)
+    out += jnp.einsum("bgnrm,bmgd->bgnrd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return jnp.moveaxis(out / total[..., None], 1, 2).astype(v.dtype)
+
+
+def _similarity(q: Features, k: Features, scale: Float[Array, "b g n"] | None) -> Float[Array, "b g n r m"]:
+    """φ(q)·φ(k) for all pairs, divided by exp(scale)."""
+    similarity = jnp.einsum("bngrk,bmgk->bgnrm", q.values, k.values, preferred_element_type=jnp.float32)
+    if scale is None:
+        return similarity
+    log_factor = k.log_scale.mT[:, :, None, :] - scale[..., None]
+    # Positive only for keys that are not distant, which are masked; the minimum prevents an overflow there.
+    return similarity * jnp.exp(jnp.minimum(log_factor, 0))[:, :, :, None]
 
 
 def _distant_scale(
