@@ -110,7 +110,7 @@ def test_every_full_size_step_lowers_for_eight_devices_and_for_tpus(variant):
     config = load_config(f"{CONFIGS}/{variant}")
     mesh = make_mesh(ConfigDict(dict(data=2, fsdp=2, tensor=2)))
     run = abstract_run(config, mesh)
-    for lowered in run.step(mesh, config.label_smoothing).lower(run.state, run.batch, "cpu", "tpu").values():
+    for lowered in run.step(mesh).lower(run.state, run.batch, "cpu", "tpu").values():
         assert "sdy.mesh" in lowered.as_text() or "mhlo.num_partitions = 8" in lowered.as_text()
 
 

@@ -25,8 +25,8 @@ def test_values_stay_beside_the_bar_until_new_ones_come(monkeypatch):
         progress.advance()
         progress.advance(loss=1.25, learning_rate=1e-4)
     drawn = [line for line in sys.stderr.getvalue().split("\r") if "train:" in line]
-    assert "2/4" in drawn[-3] and "loss=2.5, learning_rate=0.001" in drawn[-3]
-    assert "loss=1.25, learning_rate=0.0001" in drawn[-1]
+    assert "2/4" in drawn[-3] and "loss=2.500, learning_rate=0.001000" in drawn[-3]
+    assert "loss=1.250, learning_rate=0.0001000" in drawn[-1]
 
 
 def test_the_clock_stands_still_while_jax_compiles():

@@ -137,7 +137,7 @@ def compile_training(config: ConfigDict, topology: str) -> dict[str, Any]:
     """Compiles the training step of a config for all devices of the topology."""
     mesh = make_mesh(config.mesh, topology_devices(topology))
     run = abstract_run(config, mesh)
-    lowered = run.step(mesh, config.label_smoothing).lower(run.state, run.batch)
+    lowered = run.step(mesh).lower(run.state, run.batch)
     programs = {name: compile_program(program) for name, program in lowered.items()}
     part, finish = programs["add_part"], programs["finish"]
     peak = max(part.peak_bytes, finish.peak_bytes)

@@ -64,7 +64,7 @@ def measure(config: ConfigDict, *, steps: int = 10, rounds: int = 5, profile: st
     """
     mesh = make_mesh(config.mesh)
     run = abstract_run(config, mesh)
-    step = run.step(mesh, config.label_smoothing)
+    step = run.step(mesh)
     state = place(_random_like(run.state), shardings(run.state, mesh))
     parts = [_random_batch(run.batch, run.model.config, seed) for seed in range(config.accumulate)]
 

@@ -245,6 +245,7 @@ def check(config: ConfigDict) -> None:
     """Raises one InputError for all invalid values of a config."""
     data, optimizer, problems = config.data, config.optimizer, []
     for name, value, least in [
+        ("seed", config.seed, 0),
         ("steps", config.steps, 1),
         ("accumulate", config.accumulate, 1),
         ("log_every", config.log_every, 1),

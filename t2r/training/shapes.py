@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -14,13 +13,13 @@ from t2r.data.pairs import is_pairs
 from t2r.errors import InputError
 from t2r.model.config import ModelConfig, from_dict, preset
 from t2r.model.loss import Teacher
-from t2r.model.parameters import Arrays, abstract_model, arrays_of, trainable_names
+from t2r.model.parameters import Arrays, abstract_model, arrays_of
 from t2r.model.transformer import LanguageModel
 from t2r.store import model_dir
 from t2r.training.config import conversion, has_teacher
-from t2r.training.optimizer import make_optimizer
 from t2r.training.sharding import batch_ways, sequences_per_part
-from t2r.training.step import Objective, Step, TrainState, init_state, make_step
+from t2r.training.stages import Stage, make_stages
+from t2r.training.step import Step, TrainState, init_state, make_step
 
 # Sentence pairs have many lengths, which depend on the data; an abstract batch has this many tokens per side.
 PAIR_LENGTH = 64
@@ -30,14 +29,13 @@ class AbstractRun(NamedTuple):
     """What a training step needs, without values."""
 
     model: LanguageModel
-    optimizer: optax.GradientTransformation
-    state: TrainState
+    stage: Stage  # the last one
+    state: TrainState  # that of all stages
     batch: Batch  # one of the `accumulate` parts of a step
-    teacher: Teacher | None = None
 
-    def step(self, mesh: Mesh, smoothing: float) -> Step:
-        """The training step for this run on a mesh."""
-        return make_step(Objective(self.model, smoothing, self.teacher), self.optimizer, mesh, self.state)
+    def step(self, mesh: Mesh) -> Step:
+        """The training step of the last stage on a mesh."""
+        return make_step(self.stage.objective, self.stage.optimizer, mesh, self.state)
 
     @property
     def tokens(self) -> int:
@@ -49,15 +47,15 @@ class AbstractRun(NamedTuple):
 def abstract_run(config: ConfigDict, mesh: Mesh) -> AbstractRun:
     """The abstract run of a config."""
     model = abstract_converted_model(config)
-    optimizer = make_optimizer(config.optimizer, config.steps)
-    trained = trainable_names(model, config.trainable)
     teacher = Teacher(abstract_model(base_architecture(config)), config.teacher.soft) if has_teacher(config) else None
 
+    stages = make_stages(config, model, teacher)
+
     def first_state(arrays: Arrays, teacher_arrays: Arrays | None) -> TrainState:
-        return init_state(arrays, trained, optimizer, config.seed, teacher=teacher_arrays)
+        return init_state(arrays, stages.learning, stages.optimizer, config.seed, teacher=teacher_arrays)
 
     state = jax.eval_shape(first_state, arrays_of(model), teacher and arrays_of(teacher.model))
-    return AbstractRun(model, optimizer, state, abstract_part(config, batch_ways(mesh)), teacher)
+    return AbstractRun(model, stages.all[-1], state, abstract_part(config, batch_ways(mesh)))
 
 
 def abstract_converted_model(config: ConfigDict) -> LanguageModel:

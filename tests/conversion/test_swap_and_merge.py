@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from conftest import WINDOW, error, make_model, micro, micro_mt, random_tokens, slow_but
+from t2r import environment
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import layers_to_keep, swap
 from t2r.errors import InputError
@@ -139,11 +140,14 @@ def test_attention_that_cannot_be_merged_is_an_error():
     assert "layer 0" not in str(raised.value)
 
 
-def test_feature_maps_that_do_not_fit_are_refused_before_anything_is_allocated(tmp_path, call):
-    arguments = ["--model=builtin:tiny_lm", f"--output={tmp_path}/rnn", "--features=1000000000", "--keep=0"]
-    status, printed = call("convert", *arguments)
-    assert status == 2 and len(printed.splitlines()) == 1
+def test_feature_maps_that_do_not_fit_are_refused_before_anything_is_allocated(tmp_path, call, monkeypatch):
+    arguments = ["convert", "--model=builtin:tiny_lm", f"--output={tmp_path}/rnn", "--keep=0"]
+    status, printed = call(*arguments, "--features=1000000000")
+    assert status == 2 and "features=1000000000: a feature map needs 1 to 65,536 features" in printed
     # 3 layers × 3 heads × 64 dimensions and a bias × 4 bytes
-    gib = f"{3 * 3 * (64 + 1) * 10**9 * 4 / 2**30:,.1f}"
-    assert f"3 feature maps of 1000000000 features needs {gib} GiB" in printed and "choose fewer" in printed
+    needed = 3 * 3 * (64 + 1) * 65_536 * 4
+    monkeypatch.setattr(environment, "available_memory", lambda: needed - 1)
+    status, printed = call(*arguments, "--features=65536")
+    assert status == 2 and len(printed.splitlines()) == 1
+    assert f"3 feature maps of 65536 features needs {needed / 2**30:,.1f} GiB" in printed and "choose fewer" in printed
     assert not (tmp_path / "rnn").exists()

@@ -31,6 +31,7 @@ def config_of(folder: Path, steps: int):
     config = load_config(str(folder / "config.py"))
     config.steps, config.data.batch, config.accumulate = steps, 8, 1
     config.eval_every, config.checkpoint_every = 0, 2
+    config.optimizer.period = 10  # a number, so that more steps do not change the schedule
     return config
 
 
@@ -89,9 +90,7 @@ def test_damaged_metrics_are_refused(tmp_path, damage):
 def test_a_damaged_config_of_a_run_is_refused(tmp_path, damage):
     config = default_config()
     write_config(config, tmp_path)
-    check_same_run(config, tmp_path)
+    check_same_run(config, tmp_path, 4)
     DAMAGES[damage](tmp_path / "config.json")
-    if damage == "newer":  # fields that this version does not know
-        return check_same_run(config, tmp_path)
     with pytest.raises(InputError, match=str(tmp_path)):
-        check_same_run(config, tmp_path)
+        check_same_run(config, tmp_path, 4)
