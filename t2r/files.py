@@ -172,6 +172,8 @@ def atomic_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
     """Within it, no other process may enter with the same folder, which is created if it does not exist."""
+    if folder.is_file():
+        raise InputError(f"cannot write {folder}: it is a file, not a folder; choose another")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("w")

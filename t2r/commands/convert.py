@@ -102,4 +102,4 @@ def _choose(loaded: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], dict[str
             raise InputError("--keep=auto measures the model: say on what, with --data=text:FILE or --data=tsv:FILE")
         return measure_on_data(loaded, _DATA.value, **reduction_of(plan))
 
-    return choose_layers(plan, measure, translates=bool(loaded.model.config.encoder_layers))
+    return choose_layers(plan, loaded.model.config, measure)

@@ -38,7 +38,7 @@ def main() -> dict[str, Any]:
     from t2r.console import say
     from t2r.decode.sampling import Sampling
     from t2r.decode.state_file import save_generation
-    from t2r.decode.text import generate_text
+    from t2r.decode.text import check_language_model, generate_text
     from t2r.files import check_output_file
     from t2r.store import model_dir
 
@@ -46,6 +46,7 @@ def main() -> dict[str, Any]:
         check_output_file(Path(_SAVE.value))
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     loaded = model_dir.load(_MODEL.value, dtype=_DTYPE.value, kernels=_KERNELS.value)
+    check_language_model(loaded)
     printer = Printer(_PROMPT.value, loaded.tokenizer.separator)
     terminal = sys.stdout.isatty()
     result = generate_text(
@@ -60,7 +61,7 @@ def main() -> dict[str, Any]:
     )
     printer.finish(result.texts)
     if _SAVE.value:  # after the texts: they are not lost if the disk is full
-        save_generation(Path(_SAVE.value), result.generation)
+        save_generation(Path(_SAVE.value), result.generation, loaded.model)
         say(f"state saved to {_SAVE.value}")
     return {
         **({} if terminal else {"text": result.texts[0] if len(result.texts) == 1 else result.texts}),

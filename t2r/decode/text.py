@@ -13,8 +13,15 @@ from t2r.errors import InputError, check_seed
 from t2r.files import check_output_file
 from t2r.store.model_dir import LoadedModel
 
+MOST_TOKENS = 2**31 - 1  # positions are int32
 SEGMENT = 64  # tokens per compiled loop, when nobody reads along
 _WINDOW = 32  # tokens that a stream decodes again with each new one, since a character may be of several tokens
+
+
+def check_language_model(loaded: LoadedModel) -> None:
+    """Raises an InputError for a translation model."""
+    if loaded.model.config.encoder_layers:
+        raise InputError("this is a translation model: use `t2r translate`")
 
 
 class GeneratedText(NamedTuple):
@@ -44,10 +51,9 @@ def generate_text(
     new text after every `text_every` tokens; more at a time are faster.
     """
     model, tokenizer, _ = loaded
-    if model.config.encoder_layers:
-        raise InputError("this is a translation model: use `t2r translate`")
-    if length < 1:
-        raise InputError(f"length={length} must be at least 1")
+    check_language_model(loaded)
+    if not 1 <= length <= MOST_TOKENS:
+        raise InputError(f"length={length} must be at least 1 and at most {MOST_TOKENS:,}")
     check_seed(seed)
     if save_state:
         check_output_file(Path(save_state))
@@ -69,7 +75,7 @@ def generate_text(
     if stream:
         stream.close()
     if save_state:
-        save_generation(Path(save_state), generation)
+        save_generation(Path(save_state), generation, model)
     return GeneratedText([tokenizer.decode(ids) for ids in sequences], sum(map(len, sequences)), seconds, generation)
 
 

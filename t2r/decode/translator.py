@@ -168,6 +168,8 @@ def read_lines(path: str | Path | None) -> list[str]:
     """The lines of a file or of standard input, split only at line feeds, so that input and output lines correspond."""
     if path:
         text = read_text(Path(path))
+    elif sys.stdin is None:
+        raise InputError("standard input is closed: give --input=FILE")
     else:
         try:
             text = sys.stdin.buffer.read().decode("utf-8")

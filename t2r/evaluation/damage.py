@@ -34,7 +34,7 @@ from t2r.decode.translator import pad
 from t2r.errors import InputError
 from t2r.evaluation.recall import repeated
 from t2r.evaluation.score import default_split
-from t2r.model.config import AttentionSpec
+from t2r.model.config import AttentionSpec, ModelConfig
 from t2r.model.transformer import Block, LanguageModel, check_length
 from t2r.store.model_dir import LoadedModel
 
@@ -255,18 +255,20 @@ def _parse(keep: str) -> tuple[int | None, float]:
 
 
 def choose_layers(
-    plan: dict[str, Any], measure: Callable[[], Damage], *, translates: bool
+    plan: dict[str, Any], config: ModelConfig, measure: Callable[[], Damage]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the arguments of `swap` with layer numbers in place of `auto`, the measurement for the provenance)."""
     asked = {name: plan[name] for name in ("keep", "cross_keep") if plan.get(name) and is_automatic(plan[name])}
     if not asked:
         return plan, {}
+    translates = bool(config.encoder_layers)
     if "cross_keep" in asked and not translates:
         raise InputError(f"cross_keep={plan['cross_keep']!r}: a language model has no cross attention")
     if "keep" in asked and plan.get("cross_keep") is None and translates:
         asked["cross_keep"] = plan["keep"]  # each kind of attention has its own worst layers
-    for keep in asked.values():
-        _parse(keep)  # before anything is measured
+    for keep in asked.values():  # before anything is measured
+        if (_parse(keep)[0] or 0) > config.layers:
+            raise InputError(f"keep={keep!r}: the model has {config.layers} layers")
     damage = measure()
     attention = {"keep": "attention", "cross_keep": "cross"}
     chosen = {name: choose(keep, damage, attention[name]) for name, keep in asked.items()}

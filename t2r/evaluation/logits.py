@@ -28,9 +28,9 @@ def logits_of(
     problems = [f"no array {name!r}; the file has {', '.join(arrays)}" for name in sizes if name not in arrays]
     for name in sizes.keys() & arrays.keys():
         ids = arrays[name]
-        if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
+        if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
             problems.append(f"{name} must be integers of shape (batch, length), not {ids.dtype} of {ids.shape}")
-        elif ids.size and not 0 <= ids.min() <= ids.max() < sizes[name]:
+        elif not 0 <= ids.min() <= ids.max() < sizes[name]:
             problems.append(f"{name} has ids from {ids.min()} to {ids.max()}: the vocabulary ends at {sizes[name] - 1}")
     raise_all("ids:", problems)
     ids = [arrays[name].astype(np.int32) for name in sizes]

@@ -19,7 +19,7 @@ from t2r.errors import InputError
 from t2r.evaluation.bleu import check_tokenizer, score_translations, tokenized_bleu
 from t2r.evaluation.logits import logits_of
 from t2r.evaluation.perplexity import bits_per_byte, document_perplexity, per_word, perplexity
-from t2r.evaluation.recall import recall
+from t2r.evaluation.recall import recall, repeated
 from t2r.files import atomic_file, check_output_file, read_arrays
 from t2r.store.model_dir import LoadedModel
 
@@ -63,6 +63,8 @@ def evaluate_text(
         scores = document_perplexity(model, [tokenizer.encode(text) for text in texts], **options)
         return {"perplexity": scores.perplexity, "documents": len(texts), "tokens": scores.tokens}
     tokens, text = tokenize(tokenizer, texts), "\n".join(texts)
+    for length in recall_lengths:
+        repeated(tokens, length, 1)  # refuses one that is too long for the text, before anything is scored
     scores = perplexity(model, tokens, **options)
     result = {
         "perplexity": scores.perplexity,

@@ -79,13 +79,17 @@ _FALCON = {
 }  # fmt: skip
 _OPT = {"activation_function": "relu", "layer_norm_elementwise_affine": True}
 _SEQ2SEQ = {"activation_function": "gelu"}
-_M2M100 = {"activation_function": "relu", "scale_embedding": True, "pad_token_id": 1, "decoder_start_token_id": 2}
+_BART = _SEQ2SEQ | {"static_position_embeddings": False, "do_blenderbot_90_layernorm": False}
+_M2M100 = {
+    "activation_function": "relu", "scale_embedding": True, "pad_token_id": 1, "decoder_start_token_id": 2,
+    "static_position_embeddings": False,
+}  # fmt: skip
 _ROPE = (r".*rotary_emb\.inv_freq",)
 _MASKS = (r".*\.(attn|attention|self_attention)\.(masked_)?bias",)
 
 # Keys that the library's model does not read, though configs have them.
 _LLAMA_UNREAD = (r"sliding_window|layer_types",)
-_SEQ2SEQ_UNREAD = (r"num_hidden_layers|hidden_size|num_attention_heads",)
+_SEQ2SEQ_UNREAD = (r"hidden_size|num_attention_heads",)
 
 FAMILIES = {
     "llama": Family(lm.llama_fields, lm.llama_rules, ("model.",), _ROPE, _RMS, _LLAMA_UNREAD),
@@ -96,7 +100,7 @@ FAMILIES = {
     "olmo2": Family(lm.olmo2_fields, lm.olmo2_rules, ("model.",), _ROPE, _OLMO2),
     "granite": Family(lm.granite_fields, lm.granite_rules, ("model.",), _ROPE, _GRANITE),
     "smollm3": Family(lm.smollm3_fields, lm.llama_rules, ("model.",), _ROPE, _SMOLLM3, (r"max_window_layers",)),
-    "gemma": Family(lm.gemma_fields, lm.gemma_rules, ("model.",), _ROPE, _GEMMA),
+    "gemma": Family(lm.gemma_fields, lm.gemma_rules, ("model.",), _ROPE, _GEMMA, (r"hidden_activation",)),
     "gemma3_text": Family(lm.gemma3_fields, lm.gemma3_rules, ("model.",), (), _GEMMA3),
     "stablelm": Family(lm.stablelm_fields, lm.stablelm_rules, ("model.",), _ROPE, _STABLELM),
     "gpt2": Family(lm.gpt2_fields, lm.gpt2_rules, ("transformer.",), _MASKS, _GPT2),
@@ -106,8 +110,8 @@ FAMILIES = {
     "opt": Family(lm.opt_fields, lm.opt_rules, ("model.decoder.", "decoder."), (), _OPT),
     "marian": Family(mt.marian_fields, mt.seq2seq_rules, ("model.",), _TIED + _SINUSOIDS, _SEQ2SEQ, _SEQ2SEQ_UNREAD),
     "pegasus": Family(mt.pegasus_fields, mt.seq2seq_rules, ("model.",), _TIED + _SINUSOIDS, _SEQ2SEQ, _SEQ2SEQ_UNREAD),
-    "bart": Family(mt.bart_fields, mt.seq2seq_rules, ("model.",), _TIED, _SEQ2SEQ, _SEQ2SEQ_UNREAD),
-    "mbart": Family(mt.mbart_fields, mt.seq2seq_rules, ("model.",), _TIED, _SEQ2SEQ, _SEQ2SEQ_UNREAD),
+    "bart": Family(mt.bart_fields, mt.seq2seq_rules, ("model.",), _TIED, _BART, _SEQ2SEQ_UNREAD),
+    "mbart": Family(mt.mbart_fields, mt.seq2seq_rules, ("model.",), _TIED, _BART, _SEQ2SEQ_UNREAD),
     "m2m_100": Family(mt.m2m100_fields, mt.seq2seq_rules, ("model.",), _TIED + _SINUSOIDS, _M2M100, _SEQ2SEQ_UNREAD),
 }
 

@@ -14,6 +14,7 @@ from t2r.importers.families import FAMILIES, REFUSED, Family
 from t2r.importers.names import TensorRule, load
 from t2r.importers.rules import Fields
 from t2r.model.config import ModelConfig, from_dict
+from t2r.model.embedding import sinusoids
 from t2r.store.tensors import Tensors
 
 
@@ -54,7 +55,7 @@ HARMLESS = re.compile(
     r"top_k|top_p|typical_p|repetition_penalty|length_penalty|no_repeat_ngram_size|encoder_no_repeat_ngram_size|"
     r"num_return_sequences|remove_invalid_values|exponential_decay_length_penalty|normalize_before|normalize_embedding|"
     r"add_final_layer_norm|add_bias_logits|extra_pos_embeddings|force_bos_token_to_be_generated|gradient_checkpointing|"
-    r"is_llama_config|transformers\.js_config|cache_implementation"
+    r"is_llama_config|transformers\.js_config|cache_implementation|kobart_version"
 )
 
 
@@ -76,6 +77,12 @@ def load_checkpoint(folder: Path) -> tuple[ModelConfig, dict[str, np.ndarray], F
     """A model's config and arrays, and its original config.json."""
     original = read_json(folder / "config.json", "give the directory of a Hugging Face model")
     kind = original.get("model_type")
+    if not isinstance(kind, str):
+        raise InputError(f"{folder / 'config.json'}: model_type={kind!r} is not the name of a family")
+    if original.get("quantization_config"):
+        raise InputError(
+            f"{folder}: quantized weights (quantization_config) are not supported: give the original model"
+        )
     if kind in REFUSED:
         raise InputError(f"{folder}: {kind} is not supported: {REFUSED[kind]}")
     if kind not in FAMILIES:
@@ -103,8 +110,24 @@ def convert(
         raise InputError(f"{path} has no {error}, which {kind} needs") from None
     check_keys(kind, theirs, family)
     config = from_dict(fields | stored_fields(fields, rules, tensors))
+    check_positions(config, tensors)
     ignore += family.ignore + (("lm_head\\.weight",) if config.tied_output else ())
     return config, load(config, rules, tensors, ignore=ignore)
+
+
+def check_positions(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> None:
+    """Refuses a stored table of positions that differs from our sinusoids by more than the rounding of bfloat16."""
+    if not config.positions.startswith("sinusoidal"):
+        return
+    for name in ("encoder.embed_positions.weight", "decoder.embed_positions.weight"):
+        if name in tensors and not config.position_offset:
+            stored = np.asarray(tensors[name], np.float32)
+            is_open = config.positions == "sinusoidal_open"
+            computed = sinusoids(np.arange(len(stored))[None], config.width, is_open=is_open)[0]
+            if stored.shape != computed.shape or np.abs(stored - np.asarray(computed)).max() > 2**-7:
+                raise InputError(
+                    f"{name} is not the table of sinusoids: learned tables are not supported in this family"
+                )
 
 
 def stored_fields(fields: Fields, rules: list[TensorRule], tensors: Mapping[str, np.ndarray]) -> Fields:

@@ -24,12 +24,20 @@ from t2r.model.config import AttentionSpec, ModelConfig
 # Llama and its relatives: rotary positions, RMS norms before each branch, gated feed-forwards.
 
 
+def rope_scaling(c: Fields) -> Fields:
+    """The keys of an old config's rope_scaling, or of rope_parameters; with both, transformers reads the old one."""
+    scaling = c.get("rope_scaling"), c.get("rope_parameters")
+    wrong = [value for value in scaling if value is not None and not isinstance(value, dict)]
+    raise_all("rotary positions:", [f"{value!r} is not an object of a config.json" for value in wrong])
+    return scaling[0] or scaling[1] or {}
+
+
 def rope_fields(c: Fields, *, share: float = 1.0, partial: bool = False) -> Fields:
     """Rotary positions, from old configs (rope_theta, rope_scaling) and new ones (rope_parameters).
 
     A family that can rotate a part of each head is `partial`; it rotates this `share` unless the config has another.
     """
-    scaling = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
+    scaling = rope_scaling(c)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     fields: Fields = {"positions": "rotary", "rope_theta": scaling.get("rope_theta", c.get("rope_theta", 10_000.0))}
     share = scaling.get("partial_rotary_factor", c.get("partial_rotary_factor", share) if partial else 1.0)
@@ -141,7 +149,7 @@ def llama_rules(c: Fields, *, norm: Transform = unchanged, norms: dict[str, str]
 
 
 def phi3_fields(c: Fields) -> Fields:
-    scaling = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
+    scaling = rope_scaling(c)
     original = c["original_max_position_embeddings"]
     if scaling.get("rope_type", scaling.get("type")) not in ("longrope", "su", "yarn"):  # in Phi-3 these are one thing
         return plain_llama_fields(c) | rope_fields(c, partial=True) | same_windows(c)
@@ -250,8 +258,7 @@ def one_plus(x: np.ndarray, config: ModelConfig) -> np.ndarray:
 
 def gemma_fields(c: Fields) -> Fields:
     # The first configs name the exact GELU, but the models were trained with its approximation.
-    chosen, old = c["hidden_activation"], c["hidden_act"]
-    chosen = chosen or ("gelu_pytorch_tanh" if old == "gelu" else old)
+    chosen = "gelu_pytorch_tanh" if c["hidden_act"] == "gelu" else c["hidden_act"]
     return llama_fields(c | {"hidden_act": chosen}) | {"scale_embedding": True}
 
 
@@ -493,7 +500,7 @@ def opt_fields(c: Fields) -> Fields:
         "vocab_size": c["vocab_size"], "layers": c["num_hidden_layers"], "width": c["hidden_size"],
         "heads": c["num_attention_heads"], "feedforward": c["ffn_dim"], "positions": "learned",
         "max_positions": c["max_position_embeddings"], "norm_placement": "before" if norm_first else "after",
-        "final_norm": norm_first and not c.get("_remove_final_layer_norm", False), "bias": c.get("enable_bias", True),
+        "final_norm": not c.get("_remove_final_layer_norm", False) and norm_first, "bias": c.get("enable_bias", True),
         "activation": activation(c, "activation_function"), "scale_embedding": False,
         "tied_output": c.get("tie_word_embeddings", True),
     }  # fmt: skip

@@ -67,7 +67,12 @@ def hub(folder: Path, config: dict[str, Any], chosen: Languages | None = None) -
     stops = ids.get("eos_token_id")
     stops = stops if isinstance(stops, list) else [-1 if stops is None else stops]
     # Some tokenizers put bos_token_id before every document; others define it and never use it.
-    tokens = require("tokenizers", "hub").Tokenizer.from_str(content)
+    try:
+        tokens = require("tokenizers", "hub").Tokenizer.from_str(content)
+    except InputError:
+        raise
+    except Exception as error:  # the library raises nothing more specific
+        raise InputError(f"{folder / 'tokenizer.json'} is damaged ({error}): copy it again") from None
     begin = ids.get("bos_token_id")
     begin = begin if tokens.encode("a").ids[:1] == [begin] else None
     if chosen is None:
@@ -133,7 +138,11 @@ def m2m100(folder: Path, chosen: Languages) -> Pieces:
     missing = [name for name in ("</s>", "<pad>", "<unk>") if name not in vocabulary]
     missing = [f"{folder / 'vocab.json'} has no {name}" for name in missing]
     if not tokens:
-        missing.append(f"{folder / 'special_tokens_map.json'} has no additional_special_tokens, the languages")
+        name = folder / "special_tokens_map.json"
+        missing.append(
+            f"there is no {name} with additional_special_tokens, the languages (transformers 5 does not write it: copy "
+            "the one of the original model)"
+        )
     raise_all("the tokenizer is not complete:", missing)
     first = max(vocabulary.values()) + 1
     vocabulary |= {token: first + i for i, token in enumerate(tokens) if token not in vocabulary}

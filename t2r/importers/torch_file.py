@@ -142,7 +142,7 @@ def read(path: Path) -> Any:
         raise InputError(f"{path} is refused: {error}") from None
     except Exception as error:  # unpickling arbitrary bytes can raise anything
         raise InputError(
-            f"{path} is not a torch checkpoint, or damaged or cut short ({error}): copy it again"
+            f"{path} is no checkpoint of fairseq and no GGUF file, or damaged or cut short ({error}): copy it again"
         ) from None
 
 

@@ -15,7 +15,11 @@ def seq2seq_fields(c: Fields) -> Fields:
         for name in ("attention_heads", "ffn_dim")
         if c[f"encoder_{name}"] != c[f"decoder_{name}"]
     ]
-    raise_all("encoder and decoder must have equal sizes:", differences)
+    if c.get("num_hidden_layers", c["encoder_layers"]) != c["encoder_layers"]:  # transformers takes it as that number
+        differences.append(
+            f"num_hidden_layers={c['num_hidden_layers']} differs from encoder_layers={c['encoder_layers']}"
+        )
+    raise_all("sizes that must be equal:", differences)
     tied, shared = c.get("tie_word_embeddings", True), c.get("share_encoder_decoder_embeddings", True)
     source, target = c["vocab_size"], c.get("decoder_vocab_size") or c["vocab_size"]
     target = source if shared else target

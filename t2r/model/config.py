@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import typing
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ CHOICES = {
     "dtype": ("float32", "bfloat16"),
     "kernels": ("auto", "on", "off"),
 }
-MOST_FEATURES = 2**16  # far beyond what is useful; a larger number is a mistake
+MOST_FEATURES = MOST_EXACT = 2**16  # far beyond what is useful; a larger number is a mistake
 RATES = ("dropout", "attention_dropout", "activation_dropout", "layer_dropout", "adaptive_dropout")
 # Fields that change how a model is run or trained, not its parameters: safe to override on a pretrained model.
 RUNTIME_FIELDS = (*RATES, "dtype", "kernels", "remat", "scan_layers")
@@ -52,6 +53,8 @@ class AttentionSpec:
             return negative
         if self.kind == "softmax":
             return []
+        if self.kind == "windowed" and max(self.window, self.sinks) > MOST_EXACT:
+            return [f"window={self.window} and sinks={self.sinks} must be at most {MOST_EXACT:,}"]
         if self.kind not in ("linear", "windowed", "merged"):
             return [f"attention kind {self.kind!r}: choose softmax, linear, windowed or merged"]
         if self.kind == "windowed" and not self.window:
@@ -179,6 +182,9 @@ class ModelConfig:
         for name in RATES:
             if not 0 <= getattr(self, name) < 1:
                 problems.append(f"{name}={getattr(self, name)} must be at least 0 and below 1")
+        for name in ("rope_theta", "rope_factor", "norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                problems.append(f"{name}={getattr(self, name)} must be above 0 and finite")
         if self.heads % self.kv_heads:
             problems.append(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.head_dim < 1 or (self.head_dim % 2 and self.positions == "rotary"):

@@ -119,12 +119,20 @@ def load_arrays(path: Path, config: ModelConfig) -> dict[str, jnp.ndarray]:
     largest_first = sorted(
         expected, key=lambda name: -math.prod(expected[name])
     )  # while most memory is free for the copy
-    return {name: _copied(stored[name]) for name in largest_first}
+    arrays = {name: _copied(stored[name]) for name in largest_first}
+    _check_finite(path, arrays)
+    return arrays
 
 
 def _copied(array: np.ndarray) -> jnp.ndarray:
     """A float32 copy on the device, finished before the next array is read, so that the file can be unmapped."""
     return jax.device_put(np.asarray(array, np.float32), may_alias=False).block_until_ready()
+
+
+def _check_finite(path: Path, arrays: dict[str, jnp.ndarray]) -> None:
+    bad = [name for name, array in arrays.items() if not bool(jnp.isfinite(array.sum()))]
+    bad = [name for name in bad if not bool(jnp.isfinite(arrays[name]).all())]  # a sum may overflow
+    raise_all(f"{path / 'model.safetensors'} has values that are not numbers:", sorted(bad))
 
 
 def _provenance(path: Path) -> dict[str, Any]:

@@ -26,8 +26,7 @@ def with_layers_chosen(
     config: ConfigDict, workdir: Path, loaded: LoadedModel, plan: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the arguments of `swap` with layer numbers in place of `auto`, the measurement for the provenance)."""
-    translates = bool(loaded.model.config.encoder_layers)
-    return choose_layers(plan, lambda: _measured(config, workdir, loaded, plan), translates=translates)
+    return choose_layers(plan, loaded.model.config, lambda: _measured(config, workdir, loaded, plan))
 
 
 def _measured(config: ConfigDict, workdir: Path, loaded: LoadedModel, plan: dict[str, Any]) -> Damage:

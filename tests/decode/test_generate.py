@@ -18,6 +18,7 @@ from t2r.decode.sampling import Sampling, choose
 from t2r.decode.state_file import load_generation, save_generation
 from t2r.decode.text import generate_text
 from t2r.errors import InputError
+from t2r.model.parameters import arrays_of, with_arrays
 from t2r.store import model_dir
 from t2r.store.model_dir import LoadedModel
 
@@ -66,7 +67,7 @@ def test_a_state_is_saved_loaded_forked_and_continued(kind, tmp_path):
     half, first = generate_tokens(
         model, prefill(model, [prompt(5), prompt(2, 1)], 4), 4, end=NO_STOP, sampling=sampling
     )
-    save_generation(tmp_path / "state", half)
+    save_generation(tmp_path / "state", half, model)
     loaded = load_generation(tmp_path / "state", model)
     copies = fork(loaded, 2)
     end_state, second = generate_tokens(model, loaded, 8, end=NO_STOP, sampling=sampling)
@@ -223,12 +224,15 @@ def test_bad_prompts_are_refused():
 
 
 def test_a_state_of_another_model_is_refused(tmp_path):
-    generation = prefill(model_of("merged"), [prompt(3)], 4)
-    save_generation(tmp_path / "state", generation)
+    model = model_of("merged")
+    save_generation(tmp_path / "state", prefill(model, [prompt(3)], 4), model)
     with pytest.raises(InputError, match=r"another kind of model(.|\n)*state\.layers\.0"):
         load_generation(tmp_path / "state", model_of("softmax"))
     with pytest.raises(InputError, match=r"another kind of model(.|\n)*state\.layers\.0"):
         load_generation(tmp_path / "state", model_of("windowed"))
+    scaled = with_arrays(model, {name: 1.01 * array for name, array in arrays_of(model).items()})
+    with pytest.raises(InputError, match="only by the model that wrote it"):
+        load_generation(tmp_path / "state", scaled)
     (tmp_path / "state").write_bytes(b"junk")
     with pytest.raises(InputError, match="damaged"):
         load_generation(tmp_path / "state", model_of("merged"))

@@ -16,6 +16,7 @@ from t2r.importers.families import FAMILIES
 from t2r.importers.hugging_face import HARMLESS, TrackedConfig
 from t2r.importers.source import read_source
 from t2r.model.config import from_dict
+from t2r.model.embedding import sinusoids
 from t2r.model.parameters import abstract_model, arrays_of, parameter_count, with_arrays
 from t2r.model.transformer import check_length
 from tests.conftest import PROSE, error, slow_but
@@ -130,6 +131,10 @@ MORE_ODD = [
     ("pegasus", separate, dict(tie_word_embeddings=False)),
     ("m2m100", separate, dict(tie_word_embeddings=False)),
     ("m2m100", None, dict(scale_embedding=False)),
+    ("llama", None, dict(rope_theta=500.0, rope_scaling={"type": "linear", "factor": 2.0})),  # beside rope_parameters
+    ("gemma", None, dict(hidden_act="gelu", hidden_activation="relu")),
+    ("bart", None, dict(static_position_embeddings=False, do_blenderbot_90_layernorm=False)),
+    ("opt", None, dict(_remove_final_layer_norm=False)),
 ]
 
 
@@ -164,6 +169,13 @@ def test_odd_models_equal_the_original(tmp_path, name, tensors, fields):
         ("falcon", dict(num_ln_in_parallel_attn=2), "num_ln_in_parallel_attn=2 do not go together"),
         ("pegasus", dict(static_position_embeddings=False), "static_position_embeddings=False is not supported"),
         ("m2m100", dict(decoder_start_token_id=1), "decoder_start_token_id=1 is the padding token"),
+        ("m2m100", dict(num_hidden_layers=24), "num_hidden_layers=24 differs from encoder_layers"),
+        ("bart", dict(static_position_embeddings=True), "static_position_embeddings=True is not supported"),
+        ("llama", dict(rope_parameters="x"), "'x' is not an object"),
+        ("llama", dict(model_type=["llama"]), "is not the name of a family"),
+        ("llama", dict(rope_parameters={"rope_theta": -5.0}), "rope_theta=-5.0 must be above 0"),
+        ("llama", dict(rms_norm_eps=-1.0), "norm_eps=-1.0 must be above 0"),
+        ("llama", dict(rope_parameters={"rope_type": "linear", "factor": 0.0}), "rope_factor=0.0 must be above 0"),
         ("llama", dict(some_new_thing=3), "some_new_thing=3 is unknown"),
         (
             "gemma3",
@@ -175,6 +187,27 @@ def test_odd_models_equal_the_original(tmp_path, name, tensors, fields):
 def test_what_cannot_be_expressed_is_refused_by_name(tmp_path, name, fields, message):
     with pytest.raises(InputError, match=message):
         hugging_face.load_checkpoint(changed(tmp_path, name, **fields))
+
+
+@pytest.mark.parametrize("name", ["pegasus", "marian"])
+def test_stored_positions_are_sinusoids_or_refused(tmp_path, name):
+    config, _, _ = hugging_face.load_checkpoint(FOLDER / name)
+    table = np.asarray(sinusoids(jnp.arange(40)[None], config.width, is_open=True)[0])
+    rounded = np.asarray(jnp.asarray(table, jnp.bfloat16), np.float32)
+    for stored in (table, rounded):
+        folder = changed(
+            tmp_path / f"{id(stored)}", name, lambda _, x=stored: {"model.decoder.embed_positions.weight": x}
+        )
+        hugging_face.load_checkpoint(folder)
+    folder = changed(tmp_path, name, lambda _: {"model.decoder.embed_positions.weight": table + 0.1})
+    with pytest.raises(InputError, match=r"decoder.embed_positions.weight is no table of sinusoids"):
+        hugging_face.load_checkpoint(folder)
+
+
+def test_a_damaged_tokenizer_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match=r"tokenizer.json is damaged"):
+        tokenizers.hub(tmp_path, {})
 
 
 @pytest.mark.slow

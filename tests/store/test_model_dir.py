@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -11,6 +12,7 @@ from conftest import WINDOW, make_model, micro, random_tokens
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
 from t2r.errors import InputError
+from t2r.model.parameters import arrays_of, with_arrays
 from t2r.store import model_dir
 from t2r.store.model_dir import LoadedModel
 
@@ -40,6 +42,16 @@ def test_every_kind_of_model_is_saved_and_loaded(kind, tmp_path, tokenizer):
     assert loaded.model.config == model.config
     np.testing.assert_array_equal(*(jax.jit(lambda m=m: m(tokens)[0])() for m in (loaded.model, model)))
     assert loaded.tokenizer.encode("The old boat") == tokenizer.encode("The old boat")
+
+
+def test_weights_that_are_not_numbers_are_refused(tmp_path, tokenizer):
+    model = make_model(micro(vocab_size=300, layers=1, adaptive_cutoffs=()))
+    arrays = arrays_of(model)
+    name = "blocks.0.feedforward.up.kernel"
+    broken = with_arrays(model, {**arrays, name: arrays[name].at[0, 0].set(jnp.nan)})
+    model_dir.save(tmp_path / "model", LoadedModel(broken, tokenizer, {"history": []}))
+    with pytest.raises(InputError, match=rf"not numbers:(.|\n)*{name}"):
+        model_dir.load(tmp_path / "model")
 
 
 def test_half_precision_weights_are_loaded_as_float32(tmp_path, tokenizer):
