@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from t2r.errors import InputError, raise_all
@@ -123,7 +124,7 @@ def check_positions(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> N
         if name in tensors and not config.position_offset:
             stored = np.asarray(tensors[name], np.float32)
             is_open = config.positions == "sinusoidal_open"
-            computed = sinusoids(np.arange(len(stored))[None], config.width, is_open=is_open)[0]
+            computed = sinusoids(jnp.arange(len(stored))[None], config.width, is_open=is_open)[0]
             if stored.shape != computed.shape or np.abs(stored - np.asarray(computed)).max() > 2**-7:
                 raise InputError(
                     f"{name} is not the table of sinusoids: learned tables are not supported in this family"

@@ -200,7 +200,7 @@ def test_stored_positions_are_sinusoids_or_refused(tmp_path, name):
         )
         hugging_face.load_checkpoint(folder)
     folder = changed(tmp_path, name, lambda _: {"model.decoder.embed_positions.weight": table + 0.1})
-    with pytest.raises(InputError, match=r"decoder.embed_positions.weight is no table of sinusoids"):
+    with pytest.raises(InputError, match=r"decoder.embed_positions.weight is not the table of sinusoids"):
         hugging_face.load_checkpoint(folder)
 
 
