@@ -234,7 +234,7 @@ def test_bad_input_gets_one_clear_error(saved_lm, saved_translator, tmp_path):
     assert "binary" in refused("evaluate", with_model, f"--data=text:{binary}")
     assert "lenght" in refused("generate", with_model, "--lenght=5")
     assert "temperature=-1" in refused("generate", with_model, "--temperature=-1")
-    assert "GiB are free" in refused("generate", with_model, "--prompt=The", "--length=999999999999")
+    assert "GiB are free" in refused("generate", with_model, "--prompt=The", "--length=2000000000")
     assert "--model" in refused("generate", "--prompt=The")
     with_model = f"--model={saved_translator}"
     assert "is text, but the model is" in refused("evaluate", with_model, "--data=builtin:pydoc")

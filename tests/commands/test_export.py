@@ -149,7 +149,8 @@ def test_an_exported_language_model_equals_the_original(kind, tmp_path, tokenize
         assert error(logits, documented(weights, TOKENS, DOCUMENTED[kind])) < 1e-5
     if kind != "softmax":  # which is exported for two sequences
         single = step_by_step(step, weights, start(weights, TOKENS[1:, 0]), TOKENS[1:])[0]
-        assert error(single, logits[1:]) < 1e-5
+        reached = config.max_positions or TOKENS.shape[1]  # beyond it, logits are not numbers
+        assert error(single[:, :reached], logits[1:, :reached]) < 1e-5
     if kind == "windowed":
         page = (out / "README.md").read_text()
         assert "linear attention in all layers, exact for a window of the last tokens in layers 0–1" in page
