@@ -23,6 +23,7 @@ figure { margin: 1.5rem 0; background: white; border-radius: 6px; padding: .5rem
 figure svg { width: 100%; height: auto; }
 pre { white-space: pre-wrap; background: #8881; padding: .8rem; border-radius: 6px; max-height: 14rem; overflow: auto; }
 small { opacity: .75; }
+.beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: 0 1rem; }
 """
 
 
