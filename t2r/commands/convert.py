@@ -60,14 +60,12 @@ _MERGE = flags.DEFINE_bool("merge", False, "Do not convert: merge φ of a finetu
 _SEED = flags.DEFINE_integer("seed", 0, "Random seed of the new feature maps.", lower_bound=0, upper_bound=2**32 - 1)
 
 _FINETUNE = flags.DEFINE_bool("finetune", False, "Also train the converted model, merge and measure it: all in one.")
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "With --finetune: directory of the report and all else; default: OUTPUT.run."
-)
+_WORKDIR = flags.DEFINE_string("workdir", None, "With --finetune: directory of the report; default: OUTPUT.run.")
 _STEPS = flags.DEFINE_integer("steps", None, "With --finetune: training steps; default: 2000.", lower_bound=1)
 _RECIPE = flags.DEFINE_string(
     "recipe",
     None,
-    "With --finetune: variant of configs/convert.py. Default: text, or data_free without --data; translation: distilled.",
+    "With --finetune: variant of configs/convert.py; default: text, or data_free without --data; or distilled.",
 )
 _PROMPT = flags.DEFINE_multi_string(
     "prompt", [], "With --finetune: begins a text in the report, or is translated; repeatable. Default: held-out text."

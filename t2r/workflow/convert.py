@@ -1,4 +1,4 @@
-"""Converts a transformer into an RNN and finetunes it, in steps that resume: from any source to a model and a report."""
+"""Converts a transformer into an RNN and finetunes it, in steps that resume: from a source to a model and a report."""
 
 import copy
 import os
@@ -104,33 +104,33 @@ class Work:
     def run(self, prompts: list[str], lengths: list[int], control: bool) -> dict[str, Any]:
         """Does all steps that are not finished; returns the content of the report."""
         config, step, held_out = self.config, self.steps.run, HeldOut(self.config, self.training, prompts)
-        stages = (
-            f"{config.transfer.steps} steps of attention transfer, {config.steps - config.transfer.steps} of training"
-        )
+        transfer, rest = config.transfer.steps, config.steps - config.transfer.steps
+        lost = not self.output.exists()
 
         data = step("data", "data" + (": the transformer writes it" if config.teacher.writes else ""), self.prepare)
         before = step("transformer", "score the transformer", lambda: held_out.measure(self.load()), prompts)
         swapped = step("swapped", "swap its attention, and score it", lambda: self.swap(held_out), prompts)
-        trained = step("training", f"train: {stages}", lambda: train(config, self.training))
-        model = step("model", f"merge and save as {self.output}", self.save, again=not self.output.exists())
+        title, untrained = f"train: {transfer} steps of transfer, then {rest}", not (self.training / "model").exists()
+        trained = step("training", title, lambda: train(config, self.training), again=lost and untrained)
+        model = step("model", f"merge and save as {self.output}", self.save, again=lost)
         after = step("converted", "score it", lambda: held_out.measure(self.load(self.output)), prompts)
         damage = swapped["plan"].get("damage")
         looked_at = step("attentions", "look at each attention", lambda: self.look(held_out, damage))
         measured = step("decoding", "measure decoding", lambda: self.decode(lengths), lengths)
         rows = {"transformer": before, "swapped": swapped}
         curve = validation_curve(self.training)
-        if 0 < config.transfer.steps < config.steps and config.transfer.steps in curve:
-            rows["after transfer"] = {"scores": {"perplexity": curve[config.transfer.steps]}}
+        if transfer and rest and transfer in curve:
+            rows["after transfer"] = {"scores": {"perplexity": curve[transfer]}}
         rows["converted"] = after
         if control:
-            title = f"control: finetune the transformer for {config.steps - config.transfer.steps} steps"
+            title = f"control: finetune the transformer for {rest} steps"
             rows["control"] = step("control", title, lambda: self.control(held_out), prompts)
         return {
             "model": str(self.output),
             "data": data["summary"],
             "held_out": self.describe_held_out(),
             "steps": config.steps,
-            "transfer_steps": config.transfer.steps,
+            "transfer_steps": transfer,
             "plan": swapped["plan"],
             "scores": {name: row["scores"] for name, row in rows.items()},
             "recovered": recovered(*(row["scores"]["perplexity"] for row in (before, swapped, after))),

@@ -105,9 +105,8 @@ def decoding(transformer: LanguageModel, rnn: LanguageModel, lengths: Sequence[i
             left_out[length] = "its state does not fit in memory"
             continue
         runs.append(pair)
-        say(
-            f"     {length} tokens: transformer {pair[0].tokens_per_second:,.0f} tokens/s, RNN {pair[1].tokens_per_second:,.0f}"
-        )
+        slow, fast = (f"{speed.tokens_per_second:,.0f}" for speed in pair)
+        say(f"     {length} tokens: transformer {slow} tokens/s, RNN {fast}")
     machine, bandwidth = measure_machine()
     seconds = [{pair[i].length: pair[i].step_seconds for pair in runs} for i in (0, 1)]
     return {

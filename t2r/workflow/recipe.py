@@ -28,8 +28,8 @@ def make_config(
 ) -> ConfigDict:
     """`plan` has fields of config.convert, `fields` any field by its dotted name, such as `data.batch`."""
     recipe = recipe or _default_recipe(architecture, data)
-    _check_data(architecture, data, recipe)
     config = load_config(f"convert:{recipe}")
+    _check_data(architecture, data, recipe)
     config.init_from = str(model)
     if jax.default_backend() == "cpu":
         config.model.dtype = "float32"  # CPUs gain nothing from bfloat16
