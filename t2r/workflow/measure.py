@@ -112,6 +112,7 @@ def decoding(transformer: LanguageModel, rnn: LanguageModel, lengths: Sequence[i
     return {
         "transformer": [pair[0]._asdict() for pair in runs],
         "rnn": [pair[1]._asdict() for pair in runs],
+        "dtype": rnn.config.dtype,
         "left_out": left_out,
         "bandwidth": bandwidth,
         "predicted_crossover": predicted_crossover(transformer, rnn, BATCH, machine),

@@ -14,6 +14,13 @@ from t2r.evaluation.damage import Damage, bars
 
 LABELS = {"perplexity": "perplexity", "bleu": "BLEU", "chrf": "chrF"}  # scores that the table shows, besides recall
 
+COLUMN_NOTES = {
+    "damage": "Perplexity when reduced: of the transformer, before training, with this one attention reduced.",
+    "distance": "The distance is Σ‖y − y′‖² / Σ‖y′‖², where y′ is the output of the transformer's attention.",
+    "dead": "A feature of φ is dead if it is zero for all queries, or for all keys, of a held-out batch.",
+    "clamped": "A normaliser is clamped if φ(q)·z is below its least value.",
+}
+
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
     """Writes the page."""
@@ -96,7 +103,7 @@ def _attentions(report: dict[str, Any]) -> list[str]:
     columns = {
         "attention": "kind",
         "exact_for": "exact for tokens",
-        "damage": "score when reduced",
+        "damage": "perplexity when reduced",
         "distance": "distance after transfer",
         "features": "features",
         "dead": "dead features",
@@ -107,17 +114,12 @@ def _attentions(report: dict[str, Any]) -> list[str]:
         (attention["name"], *(_share(attention[key]) if key == "clamped" else attention[key] for key in used))
         for attention in report["attentions"]
     ]
-    notes = [
-        "The distance is Σ‖y − y′‖² / Σ‖y′‖², where y′ is the output of the transformer's attention. "
-        "A feature of φ is dead if it is zero for all queries, or for all keys, of a held-out batch. "
-        "A normaliser is clamped if φ(q)·z is below its least value."
-    ]
+    notes = [note for key, note in COLUMN_NOTES.items() if key in used]
     parts = ["<h2>Each attention</h2>", table(["layer", *(columns[key] for key in used)], rows)]
     if report["damage"]:
         damage, kept = Damage(**report["damage"]), report["plan"]["keep"]
         notes.insert(0, f"Layers that keep softmax, by damage: {html.escape(str(kept))}.")
         parts.append(f"<figure>{figure_svg(bars(damage))}</figure>")
-        notes.append("The score when reduced is the perplexity of the transformer with this one attention reduced.")
     return [*parts, f"<p>{' '.join(notes)}</p>"]
 
 
@@ -131,20 +133,23 @@ def _decoding(measured: dict[str, Any]) -> list[str]:
     if not rnn:
         return ["<h2>Decoding</h2>", f"<p>Not measured.{html.escape(left_out)}</p>"]
     predicted, found = measured["predicted_crossover"], measured["measured_crossover"]
-    predicted = "at no length" if predicted is None else f"from {predicted:,} tokens on"
-    found = found if isinstance(found, str) else f"from {found:,.0f} tokens on"
+    predicted = "none" if predicted is None else f"{predicted:,} tokens"
+    found = f"{found if isinstance(found, str) else f'{found:,.0f}'} tokens"
     return [
         "<h2>Decoding</h2>",
-        f"<p>Greedy decoding of {rnn[0].batch} sequences at once: the last {rnn[0].steps} steps of a sequence of each "
-        f"length, median of repeated runs, without compilation.{html.escape(left_out)} The RNN is faster, as predicted "
-        f"from the bytes that a step moves at this machine's memory bandwidth, {predicted}; as measured: {found}.</p>",
+        f"<p>Greedy decoding of {rnn[0].batch} sequences, in {measured['dtype']}: the last {rnn[0].steps} steps "
+        f"of a sequence of each length, median of repeated runs, without compilation.{html.escape(left_out)}</p>",
         speed_table(transformer, rnn),
+        f"<p>From which length on the RNN is faster: {predicted} (predicted from the bytes that a step moves and this "
+        f"machine's memory bandwidth), {found} (measured).</p>",
         f"<figure>{decode_plot(transformer, rnn)}</figure>",
     ]
 
 
 def _texts(report: dict[str, Any]) -> list[str]:
-    parts = ["<h2>Texts</h2>"]
+    how = "Sampled at temperature 0.8 and top-p 0.95, with one seed"
+    how = "Translated with a beam of 5" if "bleu" in report["scores"]["transformer"] else how
+    parts = ["<h2>Texts</h2>", f"<p>{how}:</p>"]
     for number, first in enumerate(report["texts"]["transformer"]):
         cells = [
             f"<div><h4>{html.escape(name)}</h4><pre>{html.escape(texts[number]['text'])}</pre></div>"
@@ -161,7 +166,8 @@ def _how(report: dict[str, Any]) -> list[str]:
         "<h2>How it was made</h2>",
         *([f"<pre>{html.escape(command)}</pre>"] if command else []),
         table(["step", "seconds"], report["step_seconds"].items()),
-        "<p>Of a step that was interrupted, only the time since it was last started is counted.</p>",
+        f"<p>{report['seconds']:,} seconds in all. Of a step that was interrupted, only the time since it was last "
+        "started is counted.</p>",
         f"<details><summary>The config of the training run</summary><pre>{config}</pre></details>",
         f"<p><small>{html.escape(describe(report['environment']))}. "
         "Method: Kasai et al. (2021), “Finetuning Pretrained Transformers into RNNs”.</small></p>",
