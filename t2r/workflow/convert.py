@@ -21,7 +21,7 @@ from t2r.model.parameters import arrays_of, parameter_count
 from t2r.store import model_dir
 from t2r.training.build import build
 from t2r.training.task import make_task, splits
-from t2r.training.trainer import train
+from t2r.training.trainer import flat, train
 from t2r.workflow.measure import HeldOut, attentions, decoding, validation_curve
 from t2r.workflow.page import write_report
 from t2r.workflow.recipe import make_config
@@ -53,6 +53,8 @@ def convert_and_finetune(
     is also finetuned without a conversion. The same call resumes what was interrupted. Returns a summary.
     """
     output, workdir = Path(output), Path(workdir or f"{output}.run")
+    if workdir == output or output in workdir.parents or output.parent == workdir:
+        raise InputError(f"--workdir={workdir} and --output={output}: choose two folders that are not in each other")
     finished = workdir / "steps.json"
     if not os.path.lexists(finished):
         check_free(output)  # later it is this work's own
@@ -91,7 +93,7 @@ def request_of(config: ConfigDict) -> dict[str, Any]:
     """All that the trained model depends on, by name."""
     model = f"model:{model_dir.resolve(config.init_from)}/model.safetensors"
     stamps = {"model's size and time": stamps_of(model), "data's size and time": stamps_of(config.data.source)}
-    return {**{f"config.{name}": value for name, value in config.to_dict().items()}, **stamps}
+    return {**{f"config.{name}": value for name, value in flat(config.to_dict()).items()}, **stamps}
 
 
 class Work:

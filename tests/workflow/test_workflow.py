@@ -117,12 +117,15 @@ def test_the_recipe_follows_the_model_and_its_data():
         (["--set=data.batch=many"], "many"),
         (["--window=-1"], "config.convert.window=-1"),
         (["--lengths=few"], "few"),
+        (["--workdir={output}"], "two folders that are not in each other"),
+        (["--workdir={output}/run"], "two folders that are not in each other"),
         (["--merge"], "--merge changes no attention: leave out --finetune"),
         (["--nofinetune", "--steps=3", "--control"], "nothing is trained or measured: leave out --steps, --control"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_options_get_one_clear_error(options, message, saved_lm, tmp_path, call):
+    options = [option.format(output=tmp_path / "rnn") for option in options]
     status, printed = call("convert", f"--model={saved_lm}", f"--output={tmp_path}/rnn", "--finetune", *options)
     assert status == 2 and message in printed, printed
     assert not list(tmp_path.iterdir())
