@@ -48,16 +48,19 @@ def _introduction(report: dict[str, Any]) -> list[str]:
         merged = f"<details><summary>φ is not merged.</summary><pre>{html.escape(reason)}</pre></details>"
     return [
         f"<p>{converted} of the decoder's {len(attentions)} attention modules were replaced by attention with a state "
-        f"of constant size; then {training}, on {html.escape(report['data'])}.{_gain(report)}</p>",
+        f"of constant size; then {training}, on {html.escape(report['data'])}.{gain(report)}</p>",
         f"<p>The model is <code>{html.escape(report['model'])}</code>, with {report['parameters']:,} parameters.</p>",
         merged,
     ]
 
 
-def _gain(report: dict[str, Any]) -> str:
+def gain(report: dict[str, Any]) -> str:
+    """A sentence about what training gained."""
     share = report["recovered"]
     if share is None:
         return ""
+    if share < 0:
+        return " Training recovered nothing of the perplexity that the swap cost."
     if share <= 1:
         return f" Training recovered <b>{share:.1%}</b> of the perplexity that the swap cost."
     # Not all of it is recovered: training on the data would have improved the transformer, too.

@@ -20,7 +20,8 @@ from t2r.errors import InputError
 from t2r.evaluation.features import feature_use
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.store import model_dir
-from t2r.workflow.page import write_report
+from t2r.training.metrics import read_metrics
+from t2r.workflow.page import gain, write_report
 from t2r.workflow.recipe import make_config, parse_fields
 from t2r.workflow.steps import Steps
 from tests.commands.test_import import with_tokenizer
@@ -223,6 +224,9 @@ def test_the_page_shows_what_was_measured_and_escapes_html(tmp_path):
         assert text in page.text
     assert "13 tokens (measured)" in page.text and "9999 tokens are left out" in page.text
     assert [tag for tag, _ in page.seen].count("svg") == 3, "curve, damage, decoding"
+    for share, words in [(-0.2, "recovered nothing"), (2.4, "now below the transformer's"), (None, "")]:
+        text = gain({"recovered": share})
+        assert words in text and "%" not in text
     json.dumps(REPORT)  # the page is made from what report.json holds
 
 
@@ -240,17 +244,18 @@ def command(*arguments):
     return [sys.executable, "-m", "t2r", "convert", "--finetune", *arguments]
 
 
-def kill_at(line: str, arguments) -> None:
-    """Runs the command until it prints a line, then kills it."""
+def kill_at(line: str, arguments, with_signal=signal.SIGKILL) -> str:
+    """Runs the command until it prints a line, then kills it; returns what it printed after that line."""
     process = subprocess.Popen(command(*arguments), env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True)
     printed = []
     for text in process.stderr:
         printed.append(text)
         if text.startswith(line):
             break
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.send_signal(with_signal)
+    _, rest = process.communicate(timeout=300)
     assert printed and printed[-1].startswith(line), "".join(printed)
+    return rest
 
 
 def run(arguments) -> tuple[dict, str]:
@@ -271,7 +276,7 @@ def test_a_language_model_is_converted_and_resumed_after_kills(tmp_path):
     kill_at("stage distill", options)
     workdir = tmp_path / "rnn.run"
     assert not output.exists() and "training" not in json.loads((workdir / "steps.json").read_text())["steps"]
-    kill_at("6/9", options)
+    assert kill_at("6/9", options, signal.SIGINT).endswith("interrupted: run the same command to resume\n")
     before = snapshot(output), snapshot(workdir / "finetune")
     result, printed = run(options)
     assert printed.count("(finished before)") == 5 and "stage transfer" not in printed
@@ -279,7 +284,10 @@ def test_a_language_model_is_converted_and_resumed_after_kills(tmp_path):
 
     scores = result["scores"]
     assert list(scores) == ["transformer", "swapped", "after transfer", "converted", "control"]
-    assert scores["swapped"]["perplexity"] > scores["after transfer"]["perplexity"] > scores["converted"]["perplexity"]
+    logged = {line["step"]: line.get("valid_perplexity") for line in read_metrics(workdir / "finetune/metrics.jsonl")}
+    assert scores["after transfer"] == {"perplexity": logged[1]}
+    assert scores["converted"]["perplexity"] == pytest.approx(logged[5], rel=1e-4)
+    assert scores["transformer"]["perplexity"] < scores["swapped"]["perplexity"]
     assert all("recall_512" in scores[name] for name in ("transformer", "swapped", "converted", "control"))
     assert result["merged"] is False and result["speedup"].keys() == {"16", "32"} == result["state_bytes"].keys()
     history = model_dir.load(output).provenance["history"]
