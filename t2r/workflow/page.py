@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from t2r.benchmark.page import decode_plot, describe, figure_svg, speed_table, table, write_page
-from t2r.benchmark.plots import RNN, SOFTMAX
+from t2r.benchmark.plots import RNN, SOFTMAX, log_values
 from t2r.benchmark.steps import DecodeSpeed
 from t2r.evaluation.damage import Damage, bars
 
@@ -97,7 +97,8 @@ def _curve(report: dict[str, Any]) -> str:
     axes, curve = figure.subplots(), {int(step): value for step, value in report["curve"].items()}
     axes.plot(curve.keys(), curve.values(), "o-", color=RNN, label="RNN")
     axes.axhline(report["scores"]["transformer"]["perplexity"], color=SOFTMAX, linestyle="--", label="transformer")
-    axes.set(xlabel="step", ylabel="perplexity", yscale="log")
+    axes.set(xlabel="step", ylabel="perplexity")
+    log_values(axes)
     axes.legend()
     return figure_svg(figure)
 
@@ -122,7 +123,9 @@ def _attentions(report: dict[str, Any]) -> list[str]:
     if report["damage"]:
         damage, kept = Damage(**report["damage"]), report["plan"]["keep"]
         notes.insert(0, f"Layers that keep softmax, by damage: {html.escape(str(kept))}.")
-        parts.append(f"<figure>{figure_svg(bars(damage))}</figure>")
+        figure = bars(damage)
+        log_values(figure.axes[0])
+        parts.append(f"<figure>{figure_svg(figure)}</figure>")
     return [*parts, f"<p>{' '.join(notes)}</p>"]
 
 
