@@ -75,8 +75,10 @@ def _fit_positions(config: ConfigDict, positions: int) -> None:
 
 
 def _plan(config: ConfigDict, plan: dict[str, Any]) -> None:
-    """Sets the fields of config.convert that are given; without a window there are no sinks."""
+    """Sets the fields of config.convert that are given, and those that follow: without a window there are no sinks."""
     given = {name: value for name, value in plan.items() if value is not None}
+    if given.get("feature_map", "t2r") != "t2r":
+        given = {"features": 0, "cross_features": 0, **given}  # the map's own, not those of the recipe
     if given.get("attention") == "cross":
         given = {"window": 0, **given}
     if given.get("window") == 0:

@@ -102,6 +102,7 @@ def test_the_recipe_follows_the_model_and_its_data():
     assert (text.convert.window, text.convert.sinks, text.convert.keep) == (0, 0, "auto:1")
     pairs = make_config("m", translator, data="tsv:a.tsv", fields=parse_fields(["data.valid=tsv:b.tsv", "seed=3"]))
     assert pairs.teacher.writes and pairs.data.valid == "tsv:b.tsv" and pairs.seed == 3
+    assert make_config("m", lm, plan=dict(feature_map="elu")).convert.features == 0, "as many as the head has"
     learned = make_config("m", micro(positions="learned", max_positions=32))
     assert learned.data.length == 32 and learned.teacher.length == 31
 
