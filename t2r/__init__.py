@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [
     "convert",
+    "convert_and_finetune",
     "evaluate",
     "generate",
     "import_model",
@@ -104,6 +105,16 @@ def convert(
     sizes = dict(features=features, cross_features=cross_features, window=window, sinks=sinks)
     keep = keep if isinstance(keep, str) else ",".join(map(str, keep)) or "none"
     return convert_model(_loaded(model), feature_map=feature_map, keep=keep, attention=attention, seed=seed, **sizes)
+
+
+def convert_and_finetune(source: str | Path, output: str | Path, **options: Any) -> dict[str, Any]:
+    """All of `t2r convert --finetune`, from a model directory or a model to import to a finetuned RNN and a report.
+
+    Options as in `t2r.workflow.convert`: data="text:FILE", steps=2000, keep="auto:4", window=64, ... Returns a summary.
+    """
+    from t2r.workflow.convert import convert_and_finetune
+
+    return convert_and_finetune(source, output, **options)
 
 
 def merge(model: "LoadedModel") -> "LoadedModel":

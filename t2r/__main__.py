@@ -87,7 +87,9 @@ def _run(arguments: list[str]) -> int:
             result = command.main()
             finish(result, command.report_stream() if hasattr(command, "report_stream") else None)
     except KeyboardInterrupt:
-        after = "run the same command to resume" if hasattr(command, "RESUMES") else "no file was written"
+        resumes = getattr(command, "RESUMES", False)  # or a function that tells
+        resumes = resumes() if callable(resumes) else resumes
+        after = "run the same command to resume" if resumes else "no file was written"
         print(f"\ninterrupted: {after}", file=sys.stderr)
         return 128 + signal.SIGINT
     return 0

@@ -129,13 +129,13 @@ def short(value: Any) -> str:
 
 def finish(result: dict[str, Any], stream: Any = None) -> None:
     """Prints the result as one line of JSON: the last line of every command."""
-    print(json.dumps(_finite(result), allow_nan=False), file=stream or sys.stdout, flush=True)
+    print(json.dumps(finite(result), allow_nan=False), file=stream or sys.stdout, flush=True)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The value with null in place of numbers that JSON does not have: NaN and infinities."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

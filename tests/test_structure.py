@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = [
     {"__main__"},
     {"commands"},
-    {"quickstart"},
+    {"quickstart", "workflow"},
     {"benchmark", "export"},
     {"training"},
     {"evaluation"},

@@ -80,8 +80,14 @@ def _draw_limit(axes, limit: dict[int, float], color: str) -> None:
 
 def log_axes(axes, lengths: Sequence[int]) -> None:
     """Logarithmic axes with plain numbers as labels; ticks at the given lengths."""
-    axes.set(xscale="log", yscale="log")
+    axes.set(xscale="log")
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    log_values(axes)
+
+
+def log_values(axes) -> None:
+    """A logarithmic y-axis with plain numbers as labels."""
+    axes.set(yscale="log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
     axes.minorticks_off()

@@ -301,7 +301,12 @@ def check_plot(path: str | Path) -> None:
 
 
 def plot(damage: Damage, path: str | Path) -> None:
-    """Draws the score of each attention as a bar, above the line of the whole model's."""
+    """Writes `bars` to a file."""
+    bars(damage).savefig(path, dpi=150)
+
+
+def bars(damage: Damage) -> Any:
+    """A figure: the score of each attention as a bar, above the line of the whole model's."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(6.0, 0.28 * len(damage.scores)), 3.6))
@@ -315,4 +320,4 @@ def plot(damage: Damage, path: str | Path) -> None:
     axes.legend(fontsize=8, edgecolor="none")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    return figure

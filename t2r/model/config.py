@@ -74,6 +74,14 @@ class AttentionSpec:
             problems.append(f"feature map 'rfa' makes sine and cosine pairs: features={self.features} must be even")
         return problems
 
+    @property
+    def exact_for(self) -> str:
+        """The tokens to which attention is exact, in words."""
+        if self.kind in ("linear", "merged"):
+            return "none"
+        window = f"the last {self.window}" if self.window else "all"
+        return window + (f", the first {self.sinks}" if self.kind == "windowed" and self.sinks else "")
+
     def with_default_features(self, head_dim: int) -> "AttentionSpec":
         """The spec with `features` filled in by the feature map's default if it is None."""
         if self.kind == "softmax" or self.features is not None or self.feature_map not in FEATURE_MAPS:

@@ -31,6 +31,7 @@ def writers(lm, translator, inputs, output) -> dict[str, list[str]]:
     trained = ["--config=tiny_lm", "--config.data.batch=1", "--config.data.length=8", "--steps=1"]
     return {
         "convert": ["convert", f"--model={lm}", f"--output={output}"],
+        "finetune": ["convert", f"--model={lm}", f"--output={output}", "--finetune"],
         "export": ["export", f"--model={translator}", f"--output={output}", "--capacity=8"],
         "generate": ["generate", f"--model={lm}", "--length=1", f"--save_state={output}"],
         "translate": ["translate", f"--model={translator}", f"--input={inputs}/lines.txt", f"--output={output}"],

@@ -1,0 +1,91 @@
+"""Reports as one HTML file that loads nothing from elsewhere: style, tables, plots."""
+
+import html
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from t2r.benchmark.plots import RNN, SOFTMAX, log_axes, styled
+from t2r.benchmark.steps import DecodeSpeed
+from t2r.console import short
+from t2r.files import atomic_file
+
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .9rem; border-bottom: 1px solid #8884; text-align: right; }
+th:first-child, td:first-child { text-align: left; }
+figure { margin: 1.5rem 0; background: white; border-radius: 6px; padding: .5rem; }
+figure svg { width: 100%; height: auto; }
+pre { white-space: pre-wrap; background: #8881; padding: .8rem; border-radius: 6px; max-height: 14rem; overflow: auto; }
+small { opacity: .75; }
+.beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: 0 1rem; }
+"""
+
+
+def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
+    """Writes a page of these parts, which are HTML, under a title, which is plain text."""
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
+    body = "\n".join([f"<h1>{html.escape(title)}</h1>", *parts])
+    with atomic_file(path) as unfinished:
+        unfinished.write_text(f'<!doctype html><html lang="en">{head}{body}</html>\n', "utf-8")
+
+
+def table(headers: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """An HTML table of plain values; numbers are shortened, None is an empty cell."""
+    head = "".join(f"<th>{html.escape(header)}</th>" for header in headers)
+    body = "".join("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else html.escape(short(value))
+
+
+def figure_svg(figure: Figure) -> str:
+    """A figure as SVG, for use within a page."""
+    styled(figure)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg")
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def speed_table(transformer: Sequence[DecodeSpeed], rnn: Sequence[DecodeSpeed]) -> str:
+    """Decoding speed and state of both models, by length."""
+    rows = [
+        (a.length, a.tokens_per_second, b.tokens_per_second, f"{a.step_seconds / b.step_seconds:.2f}×", *_sizes(a, b))
+        for a, b in zip(transformer, rnn)
+    ]
+    headers = ["generated tokens", "transformer tokens/s", "RNN tokens/s", "speedup", "transformer state", "RNN state"]
+    return table(headers, rows)
+
+
+def _sizes(*runs: DecodeSpeed) -> list[str]:
+    return [f"{run.state_bytes / 2**20:,.2f} MiB" for run in runs]
+
+
+def decode_plot(transformer: Sequence[DecodeSpeed], rnn: Sequence[DecodeSpeed]) -> str:
+    """SVG: decoding speed and state size against length, as in the paper's Figures 2 and 3."""
+    figure = Figure(figsize=(10, 3.8))
+    speed, state = figure.subplots(1, 2)
+    for name, color, runs in [("transformer", SOFTMAX, transformer), ("RNN (T2R)", RNN, rnn)]:
+        lengths = [run.length for run in runs]
+        speed.plot(lengths, [run.tokens_per_second for run in runs], "o-", color=color, label=name)
+        state.plot(lengths, [run.state_bytes / 2**20 for run in runs], "o-", color=color, label=name)
+    for axes, title, unit in [(speed, "Decoding speed", "tokens/s"), (state, "Attention state", "MiB")]:
+        axes.set(xlabel="generated tokens", ylabel=unit, title=title)
+        log_axes(axes, [run.length for run in rnn])
+        axes.legend()
+    return figure_svg(figure)
+
+
+def describe(environment: dict[str, Any]) -> str:
+    """The machine and the versions as a sentence."""
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    device, processor, python = (environment[name] for name in ("device", "processor", "python"))
+    return f"{device} ({processor}), with Python {python}, {versions}"

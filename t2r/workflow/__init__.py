@@ -1,0 +1,1 @@
+"""One command from a transformer to a finetuned RNN: import, swap, train, merge, measure, report."""

@@ -1,0 +1,228 @@
+"""Converts a transformer into an RNN and finetunes it, in steps that resume: from a source to a model and a report."""
+
+import copy
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from t2r import environment
+from t2r.console import finite, say
+from t2r.conversion.directory import merge_model
+from t2r.data.pairs import is_pairs
+from t2r.data.prepared import stamps_of
+from t2r.errors import InputError
+from t2r.evaluation.bleu import check_tokenizer
+from t2r.files import check_free, exclusive, read_json, write_json
+from t2r.importers.source import import_model
+from t2r.model.parameters import arrays_of, parameter_count
+from t2r.store import model_dir
+from t2r.training.build import build
+from t2r.training.task import make_task, splits
+from t2r.training.trainer import flat, train
+from t2r.workflow.measure import HeldOut, attentions, decoding, validation_curve
+from t2r.workflow.page import write_report
+from t2r.workflow.recipe import make_config
+from t2r.workflow.steps import Steps, as_json
+
+LENGTHS = (128, 512, 2048, 8192)
+
+
+def convert_and_finetune(
+    source: str | Path,
+    output: str | Path,
+    *,
+    data: str | None = None,
+    recipe: str | None = None,
+    steps: int | None = None,
+    workdir: str | Path | None = None,
+    prompts: Sequence[str] = (),
+    lengths: Sequence[int] = LENGTHS,
+    control: bool = False,
+    fields: dict[str, Any] | None = None,
+    command: str | None = None,
+    **plan: Any,
+) -> dict[str, Any]:
+    """Writes the finetuned model to `output`, and report.html and report.json to `workdir` (default: OUTPUT.run).
+
+    `source` is a model directory, `builtin:NAME`, or what `import_model` takes. `recipe` is a variant of
+    configs/convert.py; `plan` has fields of config.convert, such as keep and window, `fields` any others by their
+    dotted names. Without `data`, a language model trains on text that it writes itself. With `control`, the transformer
+    is also finetuned without a conversion. The same call resumes what was interrupted. Returns a summary.
+    """
+    output, workdir = Path(output), Path(workdir or f"{output}.run")
+    if workdir == output or output in workdir.parents or output.parent == workdir:
+        raise InputError(f"--workdir={workdir} and --output={output}: choose two folders that are not in each other")
+    finished = workdir / "steps.json"
+    if not os.path.lexists(finished):
+        check_free(output)  # later it is this work's own
+    transformer = find_model(source, workdir)
+    architecture = model_dir.load_config(model_dir.resolve(transformer))
+    config = make_config(transformer, architecture, data=data, recipe=recipe, steps=steps, plan=plan, fields=fields)
+    if control and config.steps == config.transfer.steps:
+        raise InputError("--control needs steps after the attention transfer: there is nothing to compare")
+    if architecture.encoder_layers:
+        check_tokenizer("13a")  # sacrebleu is installed
+    with exclusive(workdir):
+        request = {"source": str(source), "output": str(output), **request_of(config)}
+        work = Work(config, workdir, output, Steps(finished, request, total=8 + control))
+        report = work.run(list(prompts), sorted(lengths), control)
+        report |= {"source": str(source), "command": command, "config": as_json(config.to_dict())}
+        write_json(workdir / "report.json", finite(report))
+        write_report(workdir / "report.html", report)
+    return summary(report, workdir)
+
+
+def find_model(source: str | Path, workdir: Path) -> str:
+    """The model directory of a source; a model of another library is imported into the work directory, once."""
+    if str(source).startswith("builtin:") or (Path(source) / "provenance.json").exists():
+        return str(source)
+    imported = workdir / "transformer"
+    if not os.path.lexists(imported):
+        say(f"import {source}")
+        import_model(source, imported)
+    history = read_json(imported / "provenance.json", "remove this folder: the model is then imported again")["history"]
+    if history[0].get("source") != str(Path(source)):
+        raise InputError(f"{imported} was imported from {history[0].get('source')}: choose another --workdir")
+    return str(imported)
+
+
+def request_of(config: ConfigDict) -> dict[str, Any]:
+    """All that the trained model depends on, by name."""
+    model = f"model:{model_dir.resolve(config.init_from)}/model.safetensors"
+    stamps = {"model's size and time": stamps_of(model), "data's size and time": stamps_of(config.data.source)}
+    return {**{f"config.{name}": value for name, value in flat(config.to_dict()).items()}, **stamps}
+
+
+class Work:
+    """The steps of one conversion, and what they share."""
+
+    def __init__(self, config: ConfigDict, workdir: Path, output: Path, steps: Steps):
+        self.config, self.workdir, self.output, self.steps = config, workdir, output, steps
+        self.training = workdir / "finetune"  # the work directory of the training run
+
+    def run(self, prompts: list[str], lengths: list[int], control: bool) -> dict[str, Any]:
+        """Does all steps that are not finished; returns the content of the report."""
+        config, step, held_out = self.config, self.steps.run, HeldOut(self.config, self.training, prompts)
+        transfer, rest = config.transfer.steps, config.steps - config.transfer.steps
+        lost = not self.output.exists()
+
+        data = step("data", "data" + (": the transformer writes it" if config.teacher.writes else ""), self.prepare)
+        before = step("transformer", "score the transformer", lambda: held_out.measure(self.load()), prompts)
+        swapped = step("swapped", "swap its attention, and score it", lambda: self.swap(held_out), prompts)
+        title, untrained = f"train: {transfer} steps of transfer, then {rest}", not (self.training / "model").exists()
+        trained = step("training", title, lambda: train(config, self.training), again=lost and untrained)
+        model = step("model", f"merge and save as {self.output}", self.save, again=lost)
+        after = step("converted", "score it", lambda: held_out.measure(self.load(self.output)), prompts)
+        damage = swapped["plan"].get("damage")
+        looked_at = step("attentions", "look at each attention", lambda: self.look(held_out, damage))
+        measured = step("decoding", "measure decoding", lambda: self.decode(lengths), lengths)
+        rows = {"transformer": before, "swapped": swapped}
+        curve = validation_curve(self.training)
+        if transfer and rest and transfer in curve:
+            rows["after transfer"] = {"scores": {"perplexity": curve[transfer]}}
+        rows["converted"] = after
+        if control:
+            title = f"control: finetune the transformer for {rest} steps"
+            rows["control"] = step("control", title, lambda: self.control(held_out), prompts)
+        return {
+            "model": str(self.output),
+            "data": data["summary"],
+            "held_out": self.describe_held_out(),
+            "steps": config.steps,
+            "transfer_steps": transfer,
+            "plan": swapped["plan"],
+            "scores": {name: row["scores"] for name, row in rows.items()},
+            "recovered": recovered(*(row["scores"]["perplexity"] for row in (before, swapped, after))),
+            "curve": {0: swapped["scores"]["perplexity"], **curve},
+            "valid_perplexity": trained["valid_perplexity"],
+            "attentions": looked_at["attentions"],
+            "damage": damage,
+            "decoding": measured,
+            "texts": {name: row["texts"] for name, row in rows.items() if "texts" in row},
+            **model,
+            "environment": environment.describe(),
+            "step_seconds": self.steps.seconds,
+            "seconds": round(sum(self.steps.seconds.values())),
+        }
+
+    def load(self, path: str | Path | None = None) -> model_dir.LoadedModel:
+        """The transformer, or another model, with the run's type of activations."""
+        return model_dir.load(path or self.config.init_from, dtype=self.config.model.dtype)
+
+    def prepare(self) -> dict[str, Any]:
+        """Tokenizes the data, or has the transformer write it, in the run's work directory, where training finds it."""
+        model, tokenizer, _ = self.load()
+        return {"summary": make_task(self.config, self.training, model, tokenizer, 1).summary}
+
+    def swap(self, held_out: HeldOut) -> dict[str, Any]:
+        """The scores of the model that training starts from, and the plan of its conversion, with measured damage."""
+        model, tokenizer, history = build(self.config, self.training)
+        loaded = model_dir.LoadedModel(model, tokenizer, {"history": history})
+        return {"plan": history[-1], **held_out.measure(loaded)}
+
+    def save(self) -> dict[str, Any]:
+        """Writes the trained model, merged if it can be, to `output`."""
+        trained, reason = model_dir.load(self.training / "model"), None
+        try:
+            content = merge_model(trained)
+        except InputError as error:
+            content, reason = trained, str(error)
+            say(f"     not merged: {reason}")
+        if os.path.lexists(self.output):  # the last run was killed after it had written it; else it is someone's own
+            stored = self.output / "provenance.json"
+            if not stored.exists() or read_json(stored, "remove it") != as_json(content.provenance):
+                check_free(self.output)
+        model_dir.save(self.output, content, replace=True)
+        return {"not_merged": reason, "parameters": parameter_count(arrays_of(content.model))}
+
+    def look(self, held_out: HeldOut, damage: dict[str, Any] | None) -> dict[str, Any]:
+        """What became of each attention; of the model before it is merged, which has φ of its own."""
+        loaded = self.load(self.training / "model")
+        return {"attentions": attentions(loaded, held_out.batch(loaded), self.training, damage)}
+
+    def decode(self, lengths: list[int]) -> dict[str, Any]:
+        return decoding(self.load().model, self.load(self.output).model, lengths)
+
+    def control(self, held_out: HeldOut) -> dict[str, Any]:
+        """The scores of the transformer after the same finetuning, on the same data, without a conversion."""
+        config, folder = copy.deepcopy(self.config), self.workdir / "control"
+        config.steps, config.transfer.steps, config.convert.feature_map = config.steps - config.transfer.steps, 0, ""
+        folder.mkdir(exist_ok=True)
+        for written in self.training.glob("teacher-????????"):  # what the transformer wrote is not written again
+            if not os.path.lexists(folder / written.name):
+                (folder / written.name).symlink_to(Path("..", self.training.name, written.name))
+        return held_out.measure(self.load(train(config, folder)["model"]))
+
+    def describe_held_out(self) -> str:
+        """On what all models are scored."""
+        data, split = splits(self.config)[1]
+        if self.config.teacher.writes and not self.config.data.valid and not is_pairs(data):
+            return "the last twentieth of the texts that the transformer wrote"
+        return f"the {split} split of {data}" if split != "all" else data
+
+
+def recovered(before: float, swapped: float, after: float) -> float | None:
+    """The share of the perplexity lost by the swap that training recovered; None if the swap lost nothing."""
+    return (swapped - after) / (swapped - before) if swapped > before else None
+
+
+def summary(report: dict[str, Any], workdir: Path) -> dict[str, Any]:
+    """What programs want to know of a conversion."""
+    measured = report["decoding"]
+    pairs = list(zip(measured["transformer"], measured["rnn"]))
+    return {
+        "model": report["model"],
+        "scores": report["scores"],
+        "recovered": report["recovered"],
+        "merged": report["not_merged"] is None,
+        "speedup": {str(a["length"]): round(a["seconds"] / b["seconds"], 2) for a, b in pairs},
+        "state_bytes": {str(b["length"]): b["state_bytes"] for _, b in pairs},
+        "transformer_state_bytes": {str(a["length"]): a["state_bytes"] for a, _ in pairs},
+        "predicted_crossover": measured["predicted_crossover"],
+        "measured_crossover": measured["measured_crossover"],
+        "report": str(workdir / "report.html"),
+        "seconds": report["seconds"],
+    }

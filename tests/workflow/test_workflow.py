@@ -1,0 +1,359 @@
+"""convert --finetune: its pieces, and whole conversions that are killed and resumed."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from conftest import WINDOW, make_model, micro, micro_mt, random_tokens
+from t2r.batch import PADDING, Batch
+from t2r.conversion.swap import swap
+from t2r.data.pairs import number_pairs
+from t2r.data.sources import load_documents
+from t2r.errors import InputError
+from t2r.evaluation.features import feature_use
+from t2r.model.parameters import arrays_of, with_arrays
+from t2r.store import model_dir
+from t2r.training.metrics import read_metrics
+from t2r.workflow.page import gain, write_report
+from t2r.workflow.recipe import make_config, parse_fields
+from t2r.workflow.steps import Steps
+from tests.commands.test_import import with_tokenizer
+from tests.damages import snapshot
+from tests.importers.make_references import FOLDER
+from tests.training.runs import ROOT, environment
+
+
+def without_features(model, name: str, heads_and_features: list[tuple[int, int]]):
+    """The model with some features of one φ that are zero for every input."""
+    arrays = dict(arrays_of(model))
+    weight, bias = (f"blocks.{name}.feature_map.{part}" for part in ("weight", "bias"))
+    for head, feature in heads_and_features:
+        arrays[weight] = arrays[weight].at[head, feature].set(0)
+        arrays[bias] = arrays[bias].at[head, feature].set(-1)
+    return with_arrays(model, arrays)
+
+
+@pytest.mark.parametrize("plan", [{}, WINDOW], ids=["linear", "windowed"])
+def test_dead_features_are_those_that_are_zero_for_all_tokens(plan):
+    model = swap(make_model(micro()), features=6, keep="1", **plan)
+    batch = Batch(random_tokens(4, 40))
+    alive = feature_use(model, batch)["0.attention"]
+    dead = feature_use(without_features(model, "0.attention", [(0, 2), (1, 5), (1, 1)]), batch)
+    assert list(dead) == ["0.attention"], "layer 1 keeps softmax"
+    assert dead["0.attention"].features == alive.features == 6 * model.config.kv_heads
+    assert alive.dead == 0 and dead["0.attention"].dead == 3
+    assert (alive.clamped is None) == bool(plan), "a window's normaliser has no bound"
+
+
+def test_clamped_normalisers_are_counted_and_padding_is_not():
+    """All features of one head are zero: the normalisers of that head are zero, those of the others are not."""
+    model = swap(make_model(micro_mt(encoder_layers=1, layers=1)), features=4)
+    tokens, source = random_tokens(3, 9), random_tokens(3, 7, 1)
+    before = feature_use(model, Batch(tokens, source))["0.cross"]
+    model = without_features(model, "0.cross", [(0, feature) for feature in range(4)])
+    use = feature_use(model, Batch(tokens, source))
+    assert use.keys() == {"0.attention", "0.cross"}
+    assert before.clamped == 0 and use["0.cross"].clamped == 1 / model.config.heads
+    assert 4 <= use["0.cross"].dead <= 4 + before.dead
+    padded = [jnp.pad(ids, ((0, 2), (0, 5)), constant_values=PADDING) for ids in (tokens, source)]
+    again = feature_use(model, Batch(*padded))
+    assert {name: u.dead for name, u in again.items()} == {name: u.dead for name, u in use.items()}
+    for name in use:
+        assert again[name].clamped == pytest.approx(use[name].clamped, abs=1e-6)
+
+
+def test_a_finished_step_is_not_done_again(tmp_path):
+    done = []
+
+    def work(result):
+        done.append(result)
+        if result == "fails":
+            raise KeyboardInterrupt
+        return {"result": result, "pair": (1, 2)}
+
+    path = tmp_path / "steps.json"
+    steps = Steps(path, {"config.steps": 4}, total=3)
+    assert steps.run("a", "first", lambda: work(1)) == {"result": 1, "pair": [1, 2]}
+    with pytest.raises(KeyboardInterrupt):
+        steps.run("b", "second", lambda: work("fails"))
+    steps = Steps(path, {"config.steps": 4}, total=3)
+    assert steps.run("a", "first", lambda: work("again"))["result"] == 1
+    assert steps.run("b", "second", lambda: work(2), asked=[128])["result"] == 2
+    assert steps.run("b", "second", lambda: work(3), asked=[256])["result"] == 3, "it was asked for something else"
+    assert done == [1, "fails", 2, 3] and steps.seconds.keys() == {"a", "b"}
+    with pytest.raises(InputError, match=r"another conversion.*\n  - config.steps was 4, is 5"):
+        Steps(path, {"config.steps": 5}, total=3)
+
+
+def test_the_recipe_follows_the_model_and_its_data():
+    lm, translator = micro(), micro_mt()
+    free = make_config("m", lm, steps=100, fields={"data.batch": 8})
+    assert free.teacher.writes and (free.steps, free.transfer.steps, free.eval_every) == (100, 20, 20)
+    assert free.teacher.texts == 800 and (free.convert.window, free.convert.sinks) == (64, 4)
+    text = make_config("m", lm, data="text:a.txt", plan=dict(window=0, keep="auto:1", features=None))
+    assert not text.teacher.writes and text.data.source == "text:a.txt" and text.convert.features == 32
+    assert (text.convert.window, text.convert.sinks, text.convert.keep) == (0, 0, "auto:1")
+    pairs = make_config("m", translator, data="tsv:a.tsv", fields=parse_fields(["data.valid=tsv:b.tsv", "seed=3"]))
+    assert pairs.teacher.writes and pairs.data.valid == "tsv:b.tsv" and pairs.seed == 3
+    assert make_config("m", lm, plan=dict(feature_map="elu")).convert.features == 0, "as many as the head has"
+    learned = make_config("m", micro(positions="learned", max_positions=32))
+    assert learned.data.length == 32 and learned.teacher.length == 31
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data=tsv:a.tsv"], "a language model needs text"),
+        (["--recipe=distilled", "--data=text:a.txt"], "choose text or data_free"),
+        (["--recipe=text"], "--data is missing"),
+        (["--recipe=sonnet"], "unknown variant 'sonnet'"),
+        (["--set=data.bach=4"], "did you mean 'data.batch'"),
+        (["--set=data.batch"], "write FIELD=VALUE"),
+        (["--set=data.batch=many"], "many"),
+        (["--window=-1"], "config.convert.window=-1"),
+        (["--lengths=few"], "few"),
+        (["--workdir={output}"], "two folders that are not in each other"),
+        (["--workdir={output}/run"], "two folders that are not in each other"),
+        (["--merge"], "--merge changes no attention: leave out --finetune"),
+        (["--nofinetune", "--steps=3", "--control"], "nothing is trained or measured: leave out --steps, --control"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_options_get_one_clear_error(options, message, saved_lm, tmp_path, call):
+    options = [option.format(output=tmp_path / "rnn") for option in options]
+    status, printed = call("convert", f"--model={saved_lm}", f"--output={tmp_path}/rnn", "--finetune", *options)
+    assert status == 2 and message in printed, printed
+    assert not list(tmp_path.iterdir())
+
+
+REPORT = {
+    "source": "models/<b>tiny</b>",
+    "model": "runs/a & b",
+    "data": "3 < 4 tokens",
+    "held_out": "<i>text</i>",
+    "steps": 5,
+    "transfer_steps": 1,
+    "plan": {"keep": "0"},
+    "scores": {
+        "transformer": {"perplexity": 2.5, "recall_512": 1.25},
+        "swapped": {"perplexity": 7.5, "recall_512": 6.5},
+        "after transfer": {"perplexity": 3.5},
+        "converted": {"perplexity": 3.0, "recall_512": 2.0},
+    },
+    "recovered": 0.9,
+    "curve": {"0": 7.5, "1": 3.5, "5": 3.0},
+    "attentions": [
+        dict(name="0.attention", attention="softmax", exact_for="all", damage=4.5, distance=None, features=None,
+             dead=None, clamped=None),
+        dict(name="1.attention", attention="linear", exact_for="none", damage=2.75, distance=0.125, features=64,
+             dead=7, clamped=0.015),
+    ],
+    "damage": {"base": 2.5, "scores": {"0.attention": 4.5, "1.attention": 2.75}, "seconds": 1.0},
+    "decoding": {
+        "transformer": [dict(length=n, batch=2, seconds=n / 64, spread=0.1, compile_seconds=1.0, state_bytes=2**18 * n,
+                             steps=4) for n in (8, 16)],
+        "rnn": [dict(length=n, batch=2, seconds=0.2, spread=0.1, compile_seconds=1.0, state_bytes=2**20, steps=4)
+                for n in (8, 16)],
+        "left_out": {"9999": "the models have 16 positions"},
+        "dtype": "float32",
+        "bandwidth": {"read": 1e9},
+        "predicted_crossover": 12,
+        "measured_crossover": 12.8,
+    },
+    "texts": {name: [{"prompt": "Is 1 < 2?", "text": f"<script>alert('{name}')</script>"}]
+              for name in ("transformer", "swapped", "converted")},
+    "not_merged": "cannot merge:\n  - layer 1: <reason>",
+    "parameters": 1234,
+    "environment": {"device": "1 x cpu", "processor": "x", "python": "3.11", "versions": {"jax": "0.10"}},
+    "step_seconds": {"training": 12.5},
+    "seconds": 13,
+    "command": "t2r convert --prompt='<a>'",
+    "config": {"steps": 5},
+}  # fmt: skip
+
+
+class Page(HTMLParser):
+    """Checks that every element is closed, and collects elements and their text."""
+
+    VOID = ("meta", "br", "path", "use", "rect", "image")
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.seen, self.text = [], [], ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def check_page(text: str) -> Page:
+    page = Page(text)
+    assert not page.open and not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.seen}
+    loaded = [attrs.get("src") or attrs.get("href") or attrs.get("xlink:href") or "#" for _, attrs in page.seen]
+    assert all(name.startswith("#") for name in loaded) and "@import" not in text and "url(http" not in text
+    assert "color-scheme: light dark" in text
+    return page
+
+
+def test_the_page_shows_what_was_measured_and_escapes_html(tmp_path):
+    write_report(tmp_path / "report.html", REPORT)
+    page = check_page((tmp_path / "report.html").read_text("utf-8"))
+    assert {"b", "i", "reason", "a"} & {tag for tag, _ in page.seen} == {"b"}, "only the page's own"
+    for text in ("<script>alert('swapped')</script>", "Is 1 < 2?", "<i>text</i>", "runs/a & b", "<reason>"):
+        assert text in page.text
+    for text in ("90.0%", "recall at 512 tokens", "after transfer", "0.1250", "1.50%", "12 tokens (predicted"):
+        assert text in page.text
+    assert "13 tokens (measured)" in page.text and "9999 tokens are left out" in page.text
+    assert [tag for tag, _ in page.seen].count("svg") == 3, "curve, damage, decoding"
+    for share, words in [(-0.2, "recovered nothing"), (2.4, "now below the transformer's"), (None, "")]:
+        text = gain({"recovered": share})
+        assert words in text and "%" not in text
+    json.dumps(REPORT)  # the page is made from what report.json holds
+
+
+def test_the_page_renders_in_a_browser(tmp_path):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium is installed")
+    write_report(tmp_path / "report.html", REPORT)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"file://{tmp_path}/report.html"]
+    run = subprocess.run([browser, *options], capture_output=True, text=True, timeout=120, check=True)
+    assert "converted into an RNN" in run.stdout and run.stdout.count("<svg") == 3
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "t2r", "convert", "--finetune", *arguments]
+
+
+def kill_at(line: str, arguments, with_signal=signal.SIGKILL) -> str:
+    """Runs the command until it prints a line, then kills it; returns what it printed after that line."""
+    process = subprocess.Popen(command(*arguments), env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    printed = []
+    for text in process.stderr:
+        printed.append(text)
+        if text.startswith(line):
+            break
+    process.send_signal(with_signal)
+    _, rest = process.communicate(timeout=300)
+    assert printed and printed[-1].startswith(line), "".join(printed)
+    return rest
+
+
+def run(arguments) -> tuple[dict, str]:
+    done = subprocess.run(command(*arguments), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+@pytest.mark.slow
+def test_a_language_model_is_converted_and_resumed_after_kills(tmp_path):
+    """On a text the model was not trained on; killed in the training and after it."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(load_documents("builtin:pydoc", "test"))[:40_000])
+    output = tmp_path / "rnn"
+    small = ["--set=data.batch=2", "--set=data.length=32", "--lengths=16,32", "--prompt=Return a new"]
+    options = ["--model=builtin:tiny_lm", f"--output={output}", f"--data=text:{text}", "--steps=5", "--keep=auto:1"]
+    options += ["--window=8", "--sinks=1", "--control", *small]
+    kill_at("stage distill", options)
+    workdir = tmp_path / "rnn.run"
+    assert not output.exists() and "training" not in json.loads((workdir / "steps.json").read_text())["steps"]
+    assert kill_at("6/9", options, signal.SIGINT).endswith("interrupted: run the same command to resume\n")
+    before = snapshot(output), snapshot(workdir / "finetune")
+    result, printed = run(options)
+    assert printed.count("(finished before)") == 5 and "stage transfer" not in printed
+    assert (snapshot(output), snapshot(workdir / "finetune")) == before
+
+    scores = result["scores"]
+    assert list(scores) == ["transformer", "swapped", "after transfer", "converted", "control"]
+    logged = {line["step"]: line.get("valid_perplexity") for line in read_metrics(workdir / "finetune/metrics.jsonl")}
+    assert scores["after transfer"] == {"perplexity": logged[1]}
+    assert scores["converted"]["perplexity"] == pytest.approx(logged[5], rel=1e-4)
+    assert scores["transformer"]["perplexity"] < scores["swapped"]["perplexity"]
+    assert all("recall_512" in scores[name] for name in ("transformer", "swapped", "converted", "control"))
+    assert result["merged"] is False and result["speedup"].keys() == {"16", "32"} == result["state_bytes"].keys()
+    history = model_dir.load(output).provenance["history"]
+    assert [entry["action"] for entry in history][-2:] == ["swap", "train"] and "damage" in history[-2]
+    report = json.loads((workdir / "report.json").read_text())
+    kept = history[-2]["keep"]
+    for attention in report["attentions"]:
+        softmax = attention["name"] == f"{kept}.attention"
+        assert attention["attention"] == ("softmax" if softmax else "windowed")
+        assert (attention["distance"] is None) == (attention["dead"] is None) == softmax
+        assert attention["damage"] == report["damage"]["scores"][attention["name"]]
+    page = check_page(Path(result["report"]).read_text("utf-8"))
+    assert "a window needs its queries and keys" in page.text and "Return a new" in page.text
+    assert "t2r convert --finetune" in page.text
+
+    again, printed = run(options)
+    assert again == result and printed.count("(finished before)") == 9
+    status = subprocess.run(command(*options, "--seed=1"), env=environment(), cwd=ROOT, capture_output=True, text=True)
+    assert status.returncode == 2 and "config.seed was 0, is 1" in status.stderr
+
+
+@pytest.mark.slow
+def test_a_translation_model_is_converted_and_merged(saved_translator, tmp_path, call):
+    """On sentence pairs, since the translations of a random model do not end; without a window, so that φ is merged."""
+    pairs = tmp_path / "pairs.tsv"
+    pairs.write_text("\n".join("\t".join(pair) for pair in number_pairs(1000)[:300]))
+    options = [f"--model={saved_translator}", f"--output={tmp_path}/rnn", f"--data=tsv:{pairs}", "--steps=4"]
+    options += ["--window=0", "--set=data.length=16", "--set=data.batch_tokens=128", "--set=data.buckets=1"]
+    options += ["--recipe=pairs", "--set=transfer.steps=2", "--lengths=8", "--finetune"]
+    status, result = call("convert", *options)
+    assert status == 0, result
+    assert result["merged"] and set(result["scores"]["converted"]) == {"perplexity", "bleu", "chrf", "sentences"}
+    loaded = model_dir.load(tmp_path / "rnn")
+    assert {spec.kind for spec in (*loaded.model.config.attention, *loaded.model.config.cross_attention)} == {"merged"}
+    assert [entry["action"] for entry in loaded.provenance["history"]] == ["swap", "train", "merge"]
+    report = json.loads((tmp_path / "rnn.run" / "report.json").read_text())
+    assert [attention["name"] for attention in report["attentions"]] == [
+        "0.attention", "0.cross", "1.attention", "1.cross",
+    ]  # fmt: skip
+    assert all(attention["clamped"] is not None for attention in report["attentions"])
+    assert len(report["texts"]["converted"]) == 3
+    check_page((tmp_path / "rnn.run" / "report.html").read_text("utf-8"))
+
+
+@pytest.mark.slow
+def test_a_model_of_another_library_is_imported_once(tmp_path, call):
+    """From a Hugging Face directory to an RNN that trained on what the transformer wrote."""
+    source = shutil.copytree(FOLDER / "llama", tmp_path / "llama")
+    with_tokenizer(source)
+    options = [f"--model={source}", f"--output={tmp_path}/rnn", "--steps=5", "--features=4", "--window=4", "--finetune"]
+    options += ["--set=teacher.texts=40", "--set=teacher.length=24", "--set=data.length=24", "--set=data.batch=8"]
+    status, result = call("convert", *options, "--lengths=8", "--control")
+    assert status == 0, result
+    assert "recall_" in "".join(result["scores"]["converted"]) and result["scores"]["control"]["perplexity"] > 1
+    history = model_dir.load(tmp_path / "rnn").provenance["history"]
+    assert [entry["action"] for entry in history] == ["import", "swap", "train"]
+    assert "the texts that the transformer wrote" in (tmp_path / "rnn.run" / "report.html").read_text("utf-8")
+    before = snapshot(tmp_path / "rnn.run" / "transformer")
+    assert call("convert", *options, "--lengths=8", "--control") == (0, result)
+    assert snapshot(tmp_path / "rnn.run" / "transformer") == before
+
+    elsewhere = shutil.copytree(source, tmp_path / "other")
+    status, printed = call("convert", *options, f"--model={elsewhere}")
+    assert status == 2 and f"was imported from {source}" in printed
+    shutil.rmtree(tmp_path / "rnn")  # it is written again, from the training run
+    status, again = call("convert", *options, "--lengths=8", "--control")
+    assert status == 0 and again["scores"] == result["scores"]
+    assert model_dir.load(tmp_path / "rnn").provenance["history"] == history
