@@ -111,6 +111,7 @@ def test_transfer_may_train_the_projections_of_converted_attention(tmp_path, tok
     assert moved and all(name.startswith("blocks.0.attention.") for name in moved)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_each_stage_gives_the_losses_of_one_that_was_not(tmp_path, tokenizer, text_file):
     """Steps are stopped at 1, 3 and 5, in the middle of each stage, by a stop after each checkpoint."""
     config, _ = three_stages(tmp_path, tokenizer, text_file)
