@@ -100,6 +100,8 @@ def check_same_run(config: ConfigDict, workdir: Path, step: int) -> None:
     if "steps" in changed and fields.schedule == "cosine_cycles" and not fields.period:
         both = [steps - config.transfer.steps for steps in (before["steps"], config.steps)]  # transfer has its own
         old, new = (max(steps - fields.warmup_steps, 1) for steps in both)
+        if old == new:
+            return
         rates = [float(make_schedule(fields, steps)(max(step - config.transfer.steps, 0))) for steps in both]
         raise InputError(
             f"config.steps was {before['steps']}, is {config.steps}: with config.optimizer.period=0 the cosine "
