@@ -13,7 +13,6 @@ from t2r.attention import windowed
 from t2r.attention.feature_map import FEATURE_MAPS, Features
 from t2r.attention.module import AttentionShape, make_feature_map
 from t2r.attention.windowed import Queries, Window
-from tests.attention.test_linear import SIZES
 
 MAPS = sorted(FEATURE_MAPS)
 FORMS = {"quadratic": windowed.quadratic, "chunked": windowed.chunked, "recurrent": windowed.recurrent}
@@ -22,9 +21,16 @@ FORMS = {"quadratic": windowed.quadratic, "chunked": windowed.chunked, "recurren
 @st.composite
 def cases(draw):
     """Sizes, a window, a seed, whether there is a padding mask, whether there is a previous state, and a chunk size."""
+    size = dict(
+        batch=draw(st.integers(1, 2)),
+        length=draw(st.integers(1, 37)),
+        groups=draw(st.integers(1, 2)),
+        per_group=draw(st.integers(1, 2)),
+        dim=draw(st.sampled_from([3, 8])),
+    )
     window = dict(size=draw(st.sampled_from([1, 2, 5, 8])), sinks=draw(st.sampled_from([0, 1, 3])))
     masked, with_past = draw(st.booleans()), draw(st.booleans())
-    return draw(SIZES), window, draw(st.integers(0, 2**16)), masked, with_past, draw(st.sampled_from([4, 7, 16]))
+    return size, window, draw(st.integers(0, 2**16)), masked, with_past, draw(st.sampled_from([4, 7, 16]))
 
 
 class Inputs:
