@@ -9,7 +9,7 @@ from typing import NamedTuple, SupportsIndex
 import grain
 import numpy as np
 
-from t2r.batch import Batch, pad_sequences
+from t2r.batch import PADDING, Batch, pad_sequences
 from t2r.errors import InputError
 
 
@@ -78,7 +78,34 @@ class Documents:
         return Batch(pad_sequences([self[index] for index in indices], len(indices), self._length + 1))
 
 
-def training_batches(examples: Blocks | Documents, *, batch: int, seed: int, parts: int = 1) -> grain.DatasetIterator:
+class Repeating:
+    """The same sequences, in a share of which the beginning repeats to the end, so that recall stays trained.
+
+    Which sequences repeat, and how long their beginnings are, follows from their indices alone.
+    """
+
+    def __init__(self, sequences: Blocks | Documents, share: float, seed: int):
+        self._sequences, self._share, self._seed = sequences, share, seed
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def read(self, indices: np.ndarray) -> Batch:
+        """The batch of the sequences with these indices."""
+        tokens = self._sequences.read(indices).tokens
+        for index, row in zip(indices, tokens):
+            random = np.random.default_rng((self._seed, index))
+            length = np.count_nonzero(row != PADDING)
+            if random.random() < self._share and length >= 4:
+                # From an eighth to a half of the sequence: a part is repeated from seven times to once.
+                period = random.integers(max(length // 8, 2), length // 2, endpoint=True)
+                row[:length] = np.resize(row[:period], length)
+        return Batch(tokens)
+
+
+def training_batches(
+    examples: Blocks | Documents | Repeating, *, batch: int, seed: int, parts: int = 1
+) -> grain.DatasetIterator:
     """An endless iterator over lists of `parts` micro-batches that have `batch` sequences in total.
 
     `get_state` and `set_state` save and restore its position.

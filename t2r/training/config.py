@@ -57,6 +57,7 @@ def default_config() -> ConfigDict:
                 vocab_size=4096,  # 0 (tokenizer="word" only): every word of the training data
                 length=512,  # tokens per sequence; longer pairs are dropped
                 documents=False,  # text: True: one document, or piece of one, per sequence; False: contiguous blocks
+                repeat=0.0,  # text: share of sequences in which the beginning repeats to the end, to train recall
                 batch=8,  # text: sequences per step, over all devices
                 batch_tokens=4096,  # pairs: tokens per side and step, padding included, over all devices
                 buckets=8,  # pairs: number of padded lengths; each is compiled once
@@ -277,6 +278,8 @@ def check(config: ConfigDict) -> None:
             problems.append(f"config.{name}={value} must be at least {least} and at most {UINT32_MAX}")
     if not 0 <= config.label_smoothing < 1:
         problems.append(f"config.label_smoothing={config.label_smoothing} must be at least 0 and below 1")
+    if not 0 <= data.repeat <= 1:
+        problems.append(f"config.data.repeat={data.repeat} must be at least 0 and at most 1")
     if not is_pairs(data.source) and data.batch % max(config.accumulate, 1):
         problems.append(f"config.data.batch={data.batch} must be a multiple of config.accumulate={config.accumulate}")
     if data.max_ratio and data.max_ratio < 1:

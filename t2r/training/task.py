@@ -7,7 +7,7 @@ import grain
 import numpy as np
 from ml_collections import ConfigDict
 
-from t2r.data.batches import Blocks, Documents, training_batches
+from t2r.data.batches import Blocks, Documents, Repeating, training_batches
 from t2r.data.buckets import Buckets
 from t2r.data.pairs import is_pairs
 from t2r.data.prepared import prepare_pairs, prepare_tokenizer, prepare_tokenizers, prepare_tokens
@@ -46,6 +46,9 @@ class LanguageModelling:
         else:
             self._sequences, kind = Blocks(tokens, data.length), "blocks"
         self.summary = f"{len(tokens):,} tokens, in batches of {data.batch} {kind} of {data.length:,}"
+        if data.repeat:
+            self._sequences = Repeating(self._sequences, data.repeat, config.seed)
+            self.summary += f", in {data.repeat:.0%} of which the beginning repeats"
 
     def batches(self) -> grain.DatasetIterator:
         config = self._config

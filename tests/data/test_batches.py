@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from t2r.data.batches import Blocks, Documents, training_batches
+from t2r.data.batches import Blocks, Documents, Repeating, training_batches
 from t2r.data.prepared import prepare_tokenizer, prepare_tokens
 from t2r.errors import InputError
 
@@ -68,3 +68,24 @@ def test_tokens_are_cached_until_text_or_tokenizer_change(tmp_path, text_file, t
     text_file.write_text("another text\n")
     changed, _ = prepare_tokens(tmp_path / "run", spec, "all", tokenizer)
     assert changed.tolist() == tokenizer.encode_document("another text\n")
+
+
+def test_the_beginning_of_some_sequences_repeats():
+    blocks, indices = Blocks(np.arange(100_001), 100), np.arange(1000)
+    plain, repeating = blocks.read(indices).tokens, Repeating(blocks, 0.25, seed=3).read(indices).tokens
+    changed = np.flatnonzero((plain != repeating).any(1))
+    assert 200 < len(changed) < 300
+    for index in changed:
+        period = int(np.argmax(repeating[index, 1:] == repeating[index, 0])) + 1
+        assert 101 // 8 <= period <= 101 // 2
+        np.testing.assert_array_equal(repeating[index], np.resize(plain[index, :period], 101))
+    # Each sequence by itself, as a process of several reads it, is the same.
+    np.testing.assert_array_equal(Repeating(blocks, 0.25, seed=3).read(indices[7:9]).tokens, repeating[7:9])
+
+
+def test_documents_that_repeat_keep_their_lengths():
+    documents = Documents(np.arange(10, 60), np.array([3, 20, 50]), 16, start=7)
+    indices = np.arange(len(documents))
+    plain, repeating = documents.read(indices).tokens, Repeating(documents, 1.0, seed=0).read(indices).tokens
+    np.testing.assert_array_equal(plain == -1, repeating == -1)
+    assert (plain != repeating).any()
