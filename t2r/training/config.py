@@ -72,6 +72,7 @@ def default_config() -> ConfigDict:
                 writes=False,
                 # Weight of the cross entropy with the teacher's token probabilities; the labels have weight 1 - soft.
                 soft=0.0,
+                soft_top_k=0,  # these probabilities are over the teacher's so many likeliest tokens; 0: over all
                 soft_steps=0,  # after so many steps (those of the transfer not counted) labels alone; 0: never
                 texts=20_000,  # language models: texts to generate
                 # Translation models: additional source sentences, each spliced from clauses of two sentences. Each
@@ -267,6 +268,7 @@ def check(config: ConfigDict) -> None:
         ("teacher.length", config.teacher.length, 1),
         ("teacher.spliced", config.teacher.spliced, 0),
         ("teacher.batch", config.teacher.batch, 1),
+        ("teacher.soft_top_k", config.teacher.soft_top_k, 0),
         ("teacher.soft_steps", config.teacher.soft_steps, 0),
         ("transfer.steps", config.transfer.steps, 0),
         ("transfer.warmup_steps", config.transfer.warmup_steps, 0),
