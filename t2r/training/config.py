@@ -35,9 +35,9 @@ def default_config() -> ConfigDict:
             model=architecture("tiny_lm"),
             # The conversion. feature_map: φ that replaces softmax ("": no conversion); features: feature size k (0: the
             # default of φ); keep: layers that keep softmax (none, every_4th, 3,7; or auto:4, whose conversion does
-            # most damage). Translation models only: cross_features is k of cross attention (0: same as features),
-            # cross_keep the layers that keep softmax there ("": same as keep), attention=all|causal|cross selects what
-            # is converted.
+            # most damage, or auto:8MiB, as many of these as fit into a state of that size: t2r.evaluation.keep).
+            # Translation models only: cross_features is k of cross attention (0: same as features), cross_keep the
+            # layers that keep softmax there ("": same as keep), attention=all|causal|cross selects what is converted.
             # window, sinks: causal attention stays exact for the last `window` tokens and the first `sinks`.
             convert=dict(
                 feature_map="",
