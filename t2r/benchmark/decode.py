@@ -18,7 +18,6 @@ from t2r.benchmark.floor import (
     measured_crossover,
     peak_flops,
     predicted_crossover,
-    state_bytes,
     step_cost,
 )
 from t2r.benchmark.models import VARIANTS, Request, abstract_inference_model, label, random_model
@@ -27,6 +26,7 @@ from t2r.benchmark.shared import MIB, DoesNotFit, Output, Results, by_model, des
 from t2r.benchmark.steps import Decoder, DecodeSpeed, abstract_generation, attention_bytes
 from t2r.console import say, table
 from t2r.layout import AXES
+from t2r.model.state_size import state_bytes
 from t2r.model.transformer import LanguageModel
 from t2r.training.sharding import make_mesh
 

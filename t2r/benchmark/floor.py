@@ -18,10 +18,8 @@ from t2r.benchmark.models import normal
 from t2r.benchmark.shared import time_short_calls
 from t2r.model.config import AttentionSpec, ModelConfig
 from t2r.model.parameters import arrays_of
+from t2r.model.state_size import exact_tokens, layer_bytes
 from t2r.model.transformer import LanguageModel
-
-FLOAT32 = 4  # bytes; S and z are always float32
-INT32 = 4
 
 # Memory bandwidth in bytes per second by the vendor's data sheet, for TPUs that are compiled for but not measured. A
 # device of TPU v2 and v3 is one of the two cores of a chip.
@@ -98,36 +96,11 @@ def _elements_read(name: str, array: Any, config: ModelConfig) -> int:
     return int(np.prod(array.shape)) // (array.shape[0] if name.endswith("feature_map.pool") else 1)
 
 
-def layer_bytes(config: ModelConfig, spec: AttentionSpec, batch: int, tokens: float) -> float:
-    """Bytes of one layer's state. Softmax: keys, values, a mask byte per token. Linear: S (k × d), z (k) per head.
-
-    Windowed: as linear, and the keys and values of the window and the sinks, and a counter for each sequence.
-    """
-    slot = 2 * config.kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
-    if spec.kind == "softmax":
-        return batch * tokens * (slot + 1)
-    scale = spec.feature_map == "performer"  # one more value per head: the running maximum of the exponents
-    sums = config.kv_heads * (spec.features * (config.head_dim + 1) + scale) * FLOAT32
-    exact = exact_tokens(spec) * slot + INT32 if spec.kind == "windowed" else 0
-    return batch * (sums + exact)
-
-
 def _written_bytes(config: ModelConfig, spec: AttentionSpec, batch: int) -> float:
     """Bytes of one layer's state that a step writes: S and z, and one slot of the keys and values that are exact."""
     if spec.kind == "windowed":
         spec = dataclasses.replace(spec, window=1, sinks=0)
     return layer_bytes(config, spec, batch, 1)
-
-
-def exact_tokens(spec: AttentionSpec) -> int:
-    """The tokens to which windowed attention is exact; 0 for other linear attention."""
-    return spec.window + spec.sinks if spec.kind == "windowed" else 0
-
-
-def state_bytes(config: ModelConfig, batch: int, length: int, source: int = 0) -> int:
-    """Bytes of the attention state of all layers by the formula, including that of a translation model's source."""
-    causal = sum(layer_bytes(config, spec, batch, length) for spec in config.attention)
-    return int(causal + sum(layer_bytes(config, spec, batch, source) for spec in config.cross_attention))
 
 
 def _attention_products(config: ModelConfig, spec: AttentionSpec, tokens: float, *, writes: bool) -> float:

@@ -41,7 +41,8 @@ _KEEP = flags.DEFINE_string(
     "keep",
     "none",
     "Layers that keep softmax: none, every_4th (from the top), 0,4,8; or by damage, measured on --data: auto:4 for the "
-    "four worst, auto for all that damage the model by more than 10%.",
+    "four worst, auto for all that damage the model by more than 10%, auto:8MiB@4096 for as many of the worst as fit "
+    "into so large a state of a sequence of 4096 tokens.",
 )
 _CROSS_KEEP = flags.DEFINE_string("cross_keep", None, "Layers whose cross attention keeps softmax; default: --keep.")
 _DATA = flags.DEFINE_string(
@@ -173,7 +174,8 @@ def _columns(spec) -> tuple:
 def _choose(loaded: Any, plan: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The plan with layer numbers in place of --keep=auto."""
     from t2r.errors import InputError
-    from t2r.evaluation.damage import choose_layers, is_automatic, measure_on_data, reduction_of
+    from t2r.evaluation.damage import measure_on_data, reduction_of
+    from t2r.evaluation.keep import choose_layers, is_automatic
 
     if _DATA.value is not None and not any(is_automatic(plan[name] or "") for name in ("keep", "cross_keep")):
         raise InputError(f"--data={_DATA.value} is for --keep=auto, which measures the model on it: leave it out")

@@ -4,6 +4,7 @@ t2r evaluate --model=MODEL --data=builtin:pydoc
 t2r evaluate --model=MODEL --data=text:FILE [--split=all|train|valid|test]
 t2r evaluate --model=MODEL --data=text:FILE --documents [--first=60 --window=256]
 t2r evaluate --model=MODEL --data=text:FILE --recall=512,2048
+t2r evaluate --model=MODEL --data=text:FILE --samples=64 [--scorer=TRANSFORMER]
 t2r evaluate --model=MODEL --data=builtin:numbers-en-de
 t2r evaluate --model=MODEL --data=pairs:SOURCE,TARGET [--beam=5 --length_penalty=0.6 --moses=de]
 t2r evaluate --model=MODEL --logits=IN.npz:OUT.npz
@@ -15,6 +16,10 @@ tokens (`perplexity_all`). With --documents each document is scored separately f
 signature is part of the result; --moses adds the paper's tokenised BLEU.
 
 --recall adds the perplexity of the second half of sequences whose second half repeats the first: 1 is perfect recall.
+
+--samples adds scores of what the model itself writes after pieces of the text, sampled at temperature 1 and greedily:
+its perplexity under --scorer (such as the transformer that the model was converted from), the share of 4-grams that
+repeat, and the share of texts that end in a loop.
 
 --logits computes the logits of given token ids, for comparison with another library. It reads `input_ids` (for
 translation also `decoder_input_ids`, and `attention_mask` if sources are padded) and writes `logits` in float32.
@@ -41,6 +46,12 @@ _BATCH = flags.DEFINE_integer(
     "batch", None, "Batch size; default: 8 windows or documents, 32 sentences.", lower_bound=1
 )
 _RECALL = flags.DEFINE_list("recall", [], "Perplexity of repeated text, too, at these lengths: 512,2048.")
+_SAMPLES = flags.DEFINE_integer("samples", 0, "Score so many texts that the model writes, too.", lower_bound=0)
+_SCORER = flags.DEFINE_string("scorer", None, "With --samples: the model that scores them; default: the model itself.")
+_SAMPLE_LENGTH = flags.DEFINE_integer("sample_length", 256, "With --samples: tokens of each, at most.", lower_bound=1)
+_SAMPLE_PROMPT = flags.DEFINE_integer(
+    "sample_prompt", 32, "With --samples: tokens of --data that each continues; 0: none.", lower_bound=0
+)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
 _BEAM = flags.DEFINE_integer("beam", 5, "Translation: beam size; 1: greedy.")
 _PENALTY = flags.DEFINE_float("length_penalty", 0.6, "Translation: scores are divided by length^penalty.")
@@ -83,9 +94,11 @@ def _options(*, translates: bool) -> dict[str, Any]:
     common = dict(first=_FIRST.value, batch=_BATCH.value)
     if not translates:
         lengths = [_length(value) for value in _RECALL.value]
-        return dict(common, documents=_DOCUMENTS.value, window=_WINDOW.value, recall_lengths=lengths)
-    if _RECALL.value:
-        raise InputError("--recall is for language models: a translation model is scored by BLEU")
+        text = dict(common, documents=_DOCUMENTS.value, window=_WINDOW.value, recall_lengths=lengths)
+        return text | _sample_options()
+    for flag in (_RECALL, _SAMPLES):
+        if flag.value:
+            raise InputError(f"--{flag.name} is for language models: a translation model is scored by BLEU")
     return dict(
         common,
         beam=Beam(_BEAM.value, _PENALTY.value, _EARLY.value),
@@ -93,6 +106,25 @@ def _options(*, translates: bool) -> dict[str, Any]:
         moses=_MOSES.value,
         split_compounds=_COMPOUNDS.value,
         output=_OUTPUT.value,
+    )
+
+
+def _sample_options() -> dict[str, Any]:
+    from t2r.errors import InputError
+    from t2r.store import model_dir
+
+    if not _SAMPLES.value:
+        unused = [flag for flag in (_SCORER, _SAMPLE_LENGTH, _SAMPLE_PROMPT) if flag.present]
+        if unused:
+            names = ", ".join(f"--{flag.name}" for flag in unused)
+            raise InputError(f"{names}: say how many texts the model writes, as in --samples=64")
+        return {}
+    scorer = model_dir.load(_SCORER.value, dtype=_DTYPE.value) if _SCORER.value else None
+    return dict(
+        samples=_SAMPLES.value,
+        scorer=scorer,
+        sample_length=_SAMPLE_LENGTH.value,
+        sample_prompt=_SAMPLE_PROMPT.value,
     )
 
 

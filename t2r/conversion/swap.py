@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 from flax import nnx
 
@@ -14,15 +15,41 @@ from t2r.attention.module import (
 )
 from t2r.environment import require_memory, total_bytes
 from t2r.errors import InputError, check_seed, raise_all
-from t2r.model.config import AttentionSpec
+from t2r.model.config import AttentionSpec, ModelConfig
 from t2r.model.transformer import LanguageModel, make_attention
 
 # The attention modules of a decoder block, and the config's field for each.
 SPECS = {"attention": "attention", "cross": "cross_attention"}
+CHANGED = ("kind", "feature_map", "features", "window", "sinks")  # the fields of an AttentionSpec that a swap sets
 
 
-def swap(
-    model: LanguageModel,
+def swap(model: LanguageModel, *, seed: int = 0, **plan: Any) -> LanguageModel:
+    """The model with the attention of `swapped_config(model.config, **plan)`.
+
+    Only φ, and how near and distant tokens mix, is new; all other parameters are shared with the original.
+    """
+    check_seed(seed)
+    config = swapped_config(model.config, **plan)
+    before = _specs(model.config)
+    chosen = {place: spec for place, spec in _specs(config).items() if spec != before[place]}
+    check_memory(model, [(name, spec) for (_, name), spec in chosen.items()])
+    model = nnx.merge(*nnx.split(model))  # a new object that shares the arrays
+    rngs = nnx.Rngs(seed)
+    for (layer, name), spec in chosen.items():
+        block = model.blocks[layer]
+        setattr(block, name, linearize(getattr(block, name), spec, rngs=rngs))
+    model.config = config
+    return model
+
+
+def _specs(config: ModelConfig) -> dict[tuple[int, str], AttentionSpec]:
+    """Each attention of the decoder by its layer and name, from the bottom."""
+    named = {(layer, name): spec for name, field in SPECS.items() for layer, spec in enumerate(getattr(config, field))}
+    return dict(sorted(named.items()))
+
+
+def swapped_config(
+    config: ModelConfig,
     *,
     feature_map: str = "t2r",
     features: int | None = None,
@@ -32,19 +59,14 @@ def swap(
     keep: str = "none",
     cross_keep: str | None = None,
     attention: str = "all",
-    seed: int = 0,
-) -> LanguageModel:
-    """The model with linear attention in all layers except those that `keep` names (see `layers_to_keep`).
+) -> ModelConfig:
+    """The config with linear attention in all layers except those that `keep` names (see `layers_to_keep`).
 
-    `cross_keep` names those whose cross attention is kept; None: the same.
-
-    With a `window`, causal attention stays exact for the last `window` tokens and the first `sinks`. Only φ, and how
-    near and distant tokens mix, is new; all other parameters are shared with the original. In a translation model, the
-    decoder's causal and cross attention are swapped, with `features` and `cross_features`, unless `attention` is
-    "causal" or "cross". The encoder is unchanged.
+    `cross_keep` names those whose cross attention is kept; None: the same. With a `window`, causal attention stays
+    exact for the last `window` tokens and the first `sinks`. In a translation model, the decoder's causal and cross
+    attention are swapped, with `features` and `cross_features`, unless `attention` is "causal" or "cross". The encoder
+    is unchanged.
     """
-    check_seed(seed)
-    config = model.config
     feature_sizes = {"attention": features}
     if config.encoder_layers:
         feature_sizes["cross"] = cross_features if cross_features is not None else features
@@ -71,8 +93,8 @@ def swap(
     raise_all("cannot swap:", [problem for spec in new_specs.values() for problem in spec.problems(config.head_dim)])
     if cross_keep is not None and not config.encoder_layers:
         raise InputError(f"cross_keep={cross_keep!r}: a language model has no cross attention")
-    kept = {"attention": layers_to_keep(keep, len(model.blocks))}
-    kept["cross"] = kept["attention"] if cross_keep is None else layers_to_keep(cross_keep, len(model.blocks))
+    kept = {"attention": layers_to_keep(keep, config.layers)}
+    kept["cross"] = kept["attention"] if cross_keep is None else layers_to_keep(cross_keep, config.layers)
     specs = {name: list(getattr(config, SPECS[name])) for name in new_specs}
     chosen = [
         (layer, name)
@@ -80,20 +102,15 @@ def swap(
         for name in new_specs
         if layer not in kept[name] and specs[name][layer].kind == "softmax"
     ]
-    check_memory(model, [(name, new_specs[name]) for _, name in chosen])
-    model = nnx.merge(*nnx.split(model))  # a new object that shares the arrays
-    rngs = nnx.Rngs(seed)
     for layer, name in chosen:
-        block, spec = model.blocks[layer], new_specs[name]
-        setattr(block, name, linearize(getattr(block, name), spec, rngs=rngs))
-        changes = {field: getattr(spec, field) for field in ("kind", "feature_map", "features", "window", "sinks")}
+        changes = {field: getattr(new_specs[name], field) for field in CHANGED}
         specs[name][layer] = dataclasses.replace(specs[name][layer], **changes)
-    model.config = dataclasses.replace(config, **{SPECS[name]: tuple(specs[name]) for name in specs})
-    if model.config == config:
+    swapped = dataclasses.replace(config, **{SPECS[name]: tuple(specs[name]) for name in specs})
+    if swapped == config:
         raise InputError(
             f"nothing to swap: keep={keep!r} leaves no softmax attention to swap in {config.layers} layers"
         )
-    return model
+    return swapped
 
 
 def check_memory(model: LanguageModel, swapped: list[tuple[str, AttentionSpec]]) -> None:

@@ -8,9 +8,8 @@ translations. The attention that does most damage is the one to keep as softmax:
 import functools
 import itertools
 import math
-import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from jaxtyping import Array, Float
 
 from t2r.attention.module import SoftmaxAttention
 from t2r.batch import PADDING, Batch, inputs_and_targets, pad_sequences
-from t2r.console import Progress, say, table
+from t2r.console import Progress
 from t2r.conversion.swap import linearize
 from t2r.data.pairs import is_pairs, load_pairs
 from t2r.data.prepared import tokenize
@@ -34,12 +33,11 @@ from t2r.decode.translator import pad
 from t2r.errors import InputError
 from t2r.evaluation.recall import repeated
 from t2r.evaluation.score import default_split
-from t2r.model.config import AttentionSpec, ModelConfig
+from t2r.model.config import AttentionSpec
 from t2r.model.transformer import Block, LanguageModel, check_length
 from t2r.store.model_dir import LoadedModel
 
 WINDOW, SINKS = 32, 4  # what causal attention is reduced to, if the conversion has no window of its own
-MOST_DAMAGE = 10.0  # percent above the score of the whole model: the bound of keep=auto
 SEQUENCES, SOURCES = 16, 96  # on which language models and translation models are measured
 NO_DISTANT_TOKENS = -1e9  # the mixture's bias with which windowed attention has its window alone
 
@@ -51,15 +49,18 @@ class Damage(NamedTuple):
     scores: dict[str, float]  # by attention: `3.attention`, `3.cross`
     seconds: float
 
+    def layers(self, name: str = "attention") -> dict[int, float]:
+        """The scores of causal attention, or of `cross`, by layer."""
+        return {int(key.split(".")[0]): score for key, score in self.scores.items() if key.endswith(f".{name}")}
+
     def worst(self, count: int, name: str = "attention") -> list[int]:
         """The layers whose attention does most damage, in order of layers."""
-        layers = {int(key.split(".")[0]): score for key, score in self.scores.items() if key.endswith(f".{name}")}
+        layers = self.layers(name)
         return sorted(sorted(layers, key=lambda layer: -layers[layer])[:count])
 
     def above(self, percent: float, name: str = "attention") -> list[int]:
         """The layers whose attention does more damage than this, in percent of the whole model's score."""
-        scored = {int(key.split(".")[0]): score for key, score in self.scores.items() if key.endswith(f".{name}")}
-        return sorted(layer for layer, score in scored.items() if score > self.base * (1 + percent / 100))
+        return sorted(layer for layer, score in self.layers(name).items() if score > self.base * (1 + percent / 100))
 
 
 def measure_damage(
@@ -227,55 +228,6 @@ def _loss(graph: nnx.GraphDef, arrays: nnx.State, x: Array, targets: Array, coun
     x = x if model.final_norm is None else model.final_norm(x)
     losses = model.embedding.loss(x, jnp.maximum(targets, 0)).astype(jnp.float32)
     return jnp.where(counted, losses, 0).sum()
-
-
-AUTO = re.compile(r"auto(:(\d+)|:(\d+(\.\d+)?)%)?")
-
-
-def is_automatic(keep: str) -> bool:
-    """Whether `keep` asks for a measurement: auto, auto:4 or auto:10%."""
-    return keep.startswith("auto")
-
-
-def choose(keep: str, damage: Damage, name: str = "attention") -> str:
-    """`auto:4` (the 4 worst), `auto:10%` or `auto` (those that damage by more) as layer numbers, such as 3,17."""
-    count, percent = _parse(keep)
-    layers = damage.above(percent, name) if count is None else damage.worst(count, name)
-    return ",".join(map(str, layers)) or "none"
-
-
-def _parse(keep: str) -> tuple[int | None, float]:
-    """(how many layers to keep, or None; else those above this percentage)."""
-    match = AUTO.fullmatch(keep)
-    if not match:
-        raise InputError(
-            f"keep={keep!r}: use auto, auto:N for the N worst layers, or auto:P% for those that damage more"
-        )
-    return int(match[2]) if match[2] else None, float(match[3] or MOST_DAMAGE)
-
-
-def choose_layers(
-    plan: dict[str, Any], config: ModelConfig, measure: Callable[[], Damage]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the arguments of `swap` with layer numbers in place of `auto`, the measurement for the provenance)."""
-    asked = {name: plan[name] for name in ("keep", "cross_keep") if plan.get(name) and is_automatic(plan[name])}
-    if not asked:
-        return plan, {}
-    translates = bool(config.encoder_layers)
-    if "cross_keep" in asked and not translates:
-        raise InputError(f"cross_keep={plan['cross_keep']!r}: a language model has no cross attention")
-    if "keep" in asked and plan.get("cross_keep") is None and translates:
-        asked["cross_keep"] = plan["keep"]  # each kind of attention has its own worst layers
-    for keep in asked.values():  # before anything is measured
-        if (_parse(keep)[0] or 0) > config.layers:
-            raise InputError(f"keep={keep!r}: the model has {config.layers} layers")
-    damage = measure()
-    attention = {"keep": "attention", "cross_keep": "cross"}
-    chosen = {name: choose(keep, damage, attention[name]) for name, keep in asked.items()}
-    say(table(["attention", "perplexity", "damage"], [("all", damage.base, ""), *rows(damage)]))
-    kept = ", ".join(f"{name}={keep} keeps {chosen[name]}" for name, keep in asked.items())
-    say(f"{kept} (measured in {damage.seconds} s)")
-    return {**plan, **chosen}, {"asked": asked, "damage": damage._asdict()}
 
 
 def reduction_of(plan: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from t2r.evaluation.bleu import check_tokenizer, score_translations, tokenized_b
 from t2r.evaluation.logits import logits_of
 from t2r.evaluation.perplexity import bits_per_byte, document_perplexity, per_word, perplexity
 from t2r.evaluation.recall import recall, repeated
+from t2r.evaluation.samples import LENGTH, PROMPT, check_samples, score_samples
 from t2r.files import atomic_file, check_output_file, read_arrays
 from t2r.store.model_dir import LoadedModel
 
@@ -49,13 +50,22 @@ def evaluate_text(
     window: int | None = None,
     batch: int | None = None,
     recall_lengths: Sequence[int] = (),
+    samples: int = 0,
+    scorer: LoadedModel | None = None,
+    sample_length: int = LENGTH,
+    sample_prompt: int = PROMPT,
 ) -> dict[str, Any]:
     """Perplexities of a text, or with `documents` of its documents independently; `first` limits their number.
 
     `recall_lengths`: the perplexity of repeated text, too, in sequences of each of these lengths.
+    `samples`: how `scorer` finds so many texts that the model writes, too; see `score_samples`.
     """
-    if documents and recall_lengths:
-        raise InputError("recall is measured on a text, not on its documents one by one: leave out one of the two")
+    if documents and (recall_lengths or samples):
+        raise InputError(
+            "recall and samples are measured on a text, not on its documents one by one: leave out one of the two"
+        )
+    if samples:
+        check_samples(loaded, scorer, length=sample_length, prompt=sample_prompt)
     model, tokenizer, _ = loaded
     texts = load_documents(data, split)[:first]
     options = dict(window=window, batch=batch or 8, start=tokenizer.end)
@@ -75,6 +85,9 @@ def evaluate_text(
     }
     for length in recall_lengths:
         result[f"recall_{length}"] = recall(model, tokens, length=length, batch=max(1, 4096 // length))
+    if samples:
+        written = dict(scorer=scorer, length=sample_length, prompt=sample_prompt)
+        result |= {"samples": samples, **score_samples(loaded, tokens, samples, **written)}
     if isinstance(tokenizer, Words):
         # An unknown word is scored as <unk>, so perplexity and bits per byte are too low by an unknown amount.
         result["unknown_words"] = tokenizer.unknown(tokens)

@@ -41,6 +41,7 @@ class LossOptions(NamedTuple):
 
     smoothing: float = 0.0
     teacher_weight: float = 0.0
+    teacher_top_k: int = 0
     rare: bool = False
     kernels: str = "off"
 
@@ -53,13 +54,15 @@ def cross_entropy(
     teacher: LogitInputs | None = None,
     teacher_weight: float = 0.0,
     *,
+    teacher_top_k: int = 0,
     rare: bool = False,
     kernels: str = "off",
 ) -> Float[Array, "b n"]:
     """-Σ_v p(v) log q(v) for each token, where q = softmax(x tableᵀ + bias) is the student's distribution.
 
     p = (1 − w) · [(1 − s) · onehot(target) + s / vocabulary] + w · p_teacher, with s = `smoothing` and
-    w = `teacher_weight`. Where `mask` is False the loss is 0, and is not computed if that can be avoided.
+    w = `teacher_weight`; p_teacher is the teacher's distribution over its `teacher_top_k` likeliest tokens (0: all).
+    Where `mask` is False the loss is 0, and is not computed if that can be avoided.
     With `rare`, the mask is expected to be True for few tokens: no memory is reserved for the gradients of all
     logits, and `kernels` may be used (see `t2r.kernels.rare_tokens`).
     """
@@ -72,7 +75,7 @@ def cross_entropy(
     whole_vocabulary = all(axis_sizes.get(axis, 1) == 1 for axis in RULES["vocabulary"])
     skip_masked = mask is not None and batch_divides and whole_vocabulary
     mask = jnp.ones(targets.shape, bool) if mask is None else mask
-    options = LossOptions(smoothing, teacher_weight, rare, kernels)
+    options = LossOptions(smoothing, teacher_weight, teacher_top_k, rare, kernels)
     loss = functools.partial(_local_cross_entropy, skip_masked=skip_masked, options=options)
     if shards > 1 and batch_divides:
         by_batch, replicated = PartitionSpec(RULES["batch"]), PartitionSpec()
@@ -141,7 +144,7 @@ def _forward(
     logit_sums = _logit_sums(student, chunks.tokens) if options.smoothing else None
 
     def chunk(index: Array, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
-        logits, chunk_targets, teacher_probs = chunks.compute(index)
+        logits, chunk_targets, teacher_probs = chunks.compute(index, options.teacher_top_k)
         # loss = log Σ exp(logits) − Σ p·logits
         log_total = jax.nn.logsumexp(logits, -1, where=_in_vocabulary(logits, len(student.table)))
         target_logit = jnp.take_along_axis(logits, chunk_targets[:, None], -1)[:, 0]
@@ -208,7 +211,7 @@ def _backward(options: LossOptions, residuals: tuple, gradient: Float[Array, "t"
         return _trim_like(LogitInputs(dx, dtable, dbias), student), None, None, None
 
     def chunk(index: Array, sums: LogitInputs) -> LogitInputs:
-        logits, chunk_targets, teacher_probs = chunks.compute(index)
+        logits, chunk_targets, teacher_probs = chunks.compute(index, options.teacher_top_k)
         log_total = chunks.read(log_totals, index)
         error = _logit_gradient(logits, log_total, chunk_targets, teacher_probs, student.table, options)
         error *= chunks.read(gradient, index)[:, None]
@@ -270,12 +273,14 @@ class _Chunks(NamedTuple):
     def write_zeros(self, index: Array, x: Array) -> Array:
         return self.write(x, jnp.zeros((self.size, *x.shape[1:]), x.dtype), index)
 
-    def compute(self, index: Array) -> tuple[Float[Array, "t v"], Int[Array, "t"], Float[Array, "t v"] | None]:
+    def compute(
+        self, index: Array, top_k: int
+    ) -> tuple[Float[Array, "t v"], Int[Array, "t"], Float[Array, "t v"] | None]:
         """A chunk's logits, targets and teacher probabilities."""
         teacher_probs = None
         if self.teacher is not None:
             logits = self._logits(self.teacher, index)
-            teacher_probs = jax.nn.softmax(logits, where=_in_vocabulary(logits, self.vocab_size))
+            teacher_probs = _softmax_of_top_k(logits, top_k, _in_vocabulary(logits, self.vocab_size))
         return self._logits(self.student, index), self.read(self.targets, index), teacher_probs
 
     def _logits(self, inputs: LogitInputs, index: Array) -> Float[Array, "t v"]:
@@ -288,8 +293,11 @@ def teacher_cross_entropy(
     hidden: Float[Array, "b n e"],
     teacher_log_probs: Callable[[Array], Array],
     teacher_hidden: Float[Array, "b n f"],
+    top_k: int = 0,
 ) -> Float[Array, "b n"]:
     """-Σ_v p(v) log q(v) for each token, where p is the teacher's distribution and q the student's.
+
+    With `top_k`, p is over its `top_k` likeliest tokens.
 
     For distributions that are no single softmax, such as the adaptive one: each is given as a function from hidden
     vectors to log-probabilities. These exist for a chunk of positions at a time; the backward pass recomputes them.
@@ -306,7 +314,7 @@ def teacher_cross_entropy(
     @jax.checkpoint
     def chunk(hidden_pair: tuple[Array, Array]) -> Array:
         student, teacher = hidden_pair
-        return -(jnp.exp(teacher_log_probs(teacher)) * log_probs(student)).sum(-1)
+        return -(_softmax_of_top_k(teacher_log_probs(teacher), top_k) * log_probs(student)).sum(-1)
 
     losses = jax.lax.map(chunk, (split(hidden), split(teacher_hidden)))  # (chunks, b, size)
     return jnp.moveaxis(losses, 0, 1).reshape(batch, count * size)[:, :length]
@@ -337,6 +345,16 @@ def _aligned(size: int) -> int:
 def _in_vocabulary(logits: Float[Array, "t v"], vocab_size: int) -> Bool[Array, "t v"]:
     """False in the columns that pad the vocabulary."""
     return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) < vocab_size
+
+
+def _softmax_of_top_k(
+    logits: Float[Array, "*b v"], k: int, where: Bool[Array, "*b v"] | None = None
+) -> Float[Array, "*b v"]:
+    """The softmax over the k largest logits (and any that equal the least of these), zero for others; k = 0: of all."""
+    if k:
+        logits = logits if where is None else jnp.where(where, logits, -jnp.inf)
+        where = logits >= jax.lax.top_k(logits, min(k, logits.shape[-1]))[0][..., -1:]
+    return jax.nn.softmax(logits, where=where)
 
 
 def _product(formula: str, a: Array, b: Array) -> Array:

@@ -20,6 +20,7 @@ class TeacherOutputs(NamedTuple):
     embedding: Any
     x: Float[Array, "b n width"]
     weight: float
+    top_k: int = 0  # how many of its likeliest tokens count; 0: all
 
 
 class PlainEmbedding(nnx.Module):
@@ -72,8 +73,9 @@ class PlainEmbedding(nnx.Module):
         0 where `mask` is False. The `key` is for the adaptive embedding's dropout and is not used here.
         """
         teacher_inputs = teacher and teacher.embedding._logit_inputs(teacher.x)
-        teacher_weight = teacher.weight if teacher else 0.0
-        return cross_entropy(self._logit_inputs(x), targets, mask, smoothing, teacher_inputs, teacher_weight)
+        weight, top_k = (teacher.weight, teacher.top_k) if teacher else (0.0, 0)
+        student = self._logit_inputs(x)
+        return cross_entropy(student, targets, mask, smoothing, teacher_inputs, weight, teacher_top_k=top_k)
 
     def _logit_inputs(self, x: Float[Array, "b n width"]) -> LogitInputs:
         table = constrain(self.output_table(), ("vocabulary", None))
@@ -158,7 +160,9 @@ class AdaptiveEmbedding(nnx.Module):
         if teacher is None or teacher.weight < 1:
             total = self._target_loss(x, targets, key)
         if teacher is not None:
-            teacher_loss = teacher_cross_entropy(self.log_probs, x, teacher.embedding.log_probs, teacher.x)
+            teacher_loss = teacher_cross_entropy(
+                self.log_probs, x, teacher.embedding.log_probs, teacher.x, teacher.top_k
+            )
             total = (1 - teacher.weight) * total + teacher.weight * teacher_loss
         return total if mask is None else jnp.where(mask, total, 0)
 

@@ -18,10 +18,14 @@ def source_states(model: Seq2Seq, source: Int[Array, "b m"], key: PRNGKeyArray |
 
 
 class Teacher(NamedTuple):
-    """A model to distil from. The loss is (1 − share) · loss of the targets + share · loss of its distribution."""
+    """A model to distil from. The loss is (1 − share) · loss of the targets + share · loss of its distribution.
+
+    With `top_k`, the distribution is that over its `top_k` likeliest tokens.
+    """
 
     model: LanguageModel
     share: float
+    top_k: int = 0
 
 
 def token_losses(
@@ -38,7 +42,7 @@ def token_losses(
     hidden, teacher_outputs = _hidden(model, tokens, batch.source, key), None
     if teacher is not None and teacher.share:
         teacher_hidden = jax.lax.stop_gradient(_hidden(teacher.model, tokens, batch.source, None))
-        teacher_outputs = TeacherOutputs(teacher.model.embedding, teacher_hidden, teacher.share)
+        teacher_outputs = TeacherOutputs(teacher.model.embedding, teacher_hidden, teacher.share, teacher.top_k)
     # Skipping padding pays off in batches of sentence pairs; those of a language model have hardly any.
     mask = None if batch.source is None else is_real
     losses = model.embedding.loss(hidden, jnp.maximum(targets, 0), key, smoothing, mask=mask, teacher=teacher_outputs)

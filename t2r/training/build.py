@@ -55,7 +55,8 @@ def load_teacher(config: ConfigDict) -> Teacher | None:
     if not has_teacher(config):
         return None
     # Loaded a second time: the student's arrays are donated to the training step.
-    return Teacher(model_dir.load(config.init_from, dtype=config.model.dtype).model, config.teacher.soft)
+    model = model_dir.load(config.init_from, dtype=config.model.dtype).model
+    return Teacher(model, config.teacher.soft, config.teacher.soft_top_k)
 
 
 def _vocabulary(tokenizer: Tokenizer | TokenizerPair) -> dict[str, Any]:

@@ -35,9 +35,9 @@ def default_config() -> ConfigDict:
             model=architecture("tiny_lm"),
             # The conversion. feature_map: φ that replaces softmax ("": no conversion); features: feature size k (0: the
             # default of φ); keep: layers that keep softmax (none, every_4th, 3,7; or auto:4, whose conversion does
-            # most damage). Translation models only: cross_features is k of cross attention (0: same as features),
-            # cross_keep the layers that keep softmax there ("": same as keep), attention=all|causal|cross selects what
-            # is converted.
+            # most damage, or auto:8MiB, as many of these as fit into a state of that size: t2r.evaluation.keep).
+            # Translation models only: cross_features is k of cross attention (0: same as features), cross_keep the
+            # layers that keep softmax there ("": same as keep), attention=all|causal|cross selects what is converted.
             # window, sinks: causal attention stays exact for the last `window` tokens and the first `sinks`.
             convert=dict(
                 feature_map="",
@@ -73,6 +73,7 @@ def default_config() -> ConfigDict:
                 writes=False,
                 # Weight of the cross entropy with the teacher's token probabilities; the labels have weight 1 - soft.
                 soft=0.0,
+                soft_top_k=0,  # these probabilities are over the teacher's so many likeliest tokens; 0: over all
                 soft_steps=0,  # after so many steps (those of the transfer not counted) labels alone; 0: never
                 texts=20_000,  # language models: texts to generate
                 # Translation models: additional source sentences, each spliced from clauses of two sentences. Each
@@ -268,6 +269,7 @@ def check(config: ConfigDict) -> None:
         ("teacher.length", config.teacher.length, 1),
         ("teacher.spliced", config.teacher.spliced, 0),
         ("teacher.batch", config.teacher.batch, 1),
+        ("teacher.soft_top_k", config.teacher.soft_top_k, 0),
         ("teacher.soft_steps", config.teacher.soft_steps, 0),
         ("transfer.steps", config.transfer.steps, 0),
         ("transfer.warmup_steps", config.transfer.warmup_steps, 0),

@@ -9,14 +9,8 @@ from ml_collections import ConfigDict
 
 from t2r.data.pairs import load_pairs
 from t2r.data.prepared import cached_directory, stamps_of
-from t2r.evaluation.damage import (
-    SOURCES,
-    Damage,
-    choose_layers,
-    damage_on_sources,
-    damage_on_text,
-    reduction_of,
-)
+from t2r.evaluation.damage import SOURCES, Damage, damage_on_sources, damage_on_text, reduction_of
+from t2r.evaluation.keep import choose_layers
 from t2r.files import read_json
 from t2r.store.model_dir import LoadedModel
 from t2r.training.task import corpora, splits

@@ -47,7 +47,10 @@ class AbstractRun(NamedTuple):
 def abstract_run(config: ConfigDict, mesh: Mesh) -> AbstractRun:
     """The abstract run of a config."""
     model = abstract_converted_model(config)
-    teacher = Teacher(abstract_model(base_architecture(config)), config.teacher.soft) if has_teacher(config) else None
+    teacher = None
+    if has_teacher(config):
+        soft = config.teacher.soft, config.teacher.soft_top_k
+        teacher = Teacher(abstract_model(base_architecture(config)), *soft)
 
     stages = make_stages(config, model, teacher)
 

@@ -119,7 +119,8 @@ def _written(
 ) -> Path:
     """The folder with the teacher's outputs, generated if they are not cached. Batches that exist are reused."""
     stamps = stamps_of(f"model:{config.init_from}/model.safetensors")
-    plan = {**config.teacher, "soft": 0, "soft_steps": 0}  # these two do not affect the outputs
+    # How the loss uses the teacher does not affect what it writes.
+    plan = {name: value for name, value in config.teacher.items() if not name.startswith("soft")}
     request = f"{config.init_from} {stamps} {plan} {config.seed} {request}"
     parts = workdir / f"teacher-parts-{zlib.crc32(request.encode()):08x}"
 

@@ -28,6 +28,7 @@ from t2r.workflow.recipe import make_config
 from t2r.workflow.steps import Steps, as_json
 
 LENGTHS = (128, 512, 2048, 8192)
+WRITERS = ("transformer", "converted", "control")  # models whose texts are scored
 
 
 def convert_and_finetune(
@@ -67,7 +68,8 @@ def convert_and_finetune(
         check_tokenizer("13a")  # sacrebleu is installed
     with exclusive(workdir):
         request = {"source": str(source), "output": str(output), **request_of(config)}
-        work = Work(config, workdir, output, Steps(finished, request, total=8 + control))
+        total = 8 + control + (not architecture.encoder_layers)
+        work = Work(config, workdir, output, Steps(finished, request, total))
         report = work.run(list(prompts), sorted(lengths), control)
         report |= {"source": str(source), "command": command, "config": as_json(config.to_dict())}
         write_json(workdir / "report.json", finite(report))
@@ -102,6 +104,8 @@ class Work:
     def __init__(self, config: ConfigDict, workdir: Path, output: Path, steps: Steps):
         self.config, self.workdir, self.output, self.steps = config, workdir, output, steps
         self.training = workdir / "finetune"  # the work directory of the training run
+        self.control_run = workdir / "control"
+        self.translates = is_pairs(config.data.source)
 
     def run(self, prompts: list[str], lengths: list[int], control: bool) -> dict[str, Any]:
         """Does all steps that are not finished; returns the content of the report."""
@@ -127,6 +131,10 @@ class Work:
         if control:
             title = f"control: finetune the transformer for {rest} steps"
             rows["control"] = step("control", title, lambda: self.control(held_out), prompts)
+        samples = None
+        if not self.translates:
+            title, names = "score what the models write", [name for name in WRITERS if name in rows]
+            samples = step("samples", title, lambda: self.samples(held_out, names), names)
         return {
             "model": str(self.output),
             "data": data["summary"],
@@ -141,6 +149,7 @@ class Work:
             "attentions": looked_at["attentions"],
             "damage": damage,
             "decoding": measured,
+            "samples": samples,
             "texts": {name: row["texts"] for name, row in rows.items() if "texts" in row},
             **model,
             "environment": environment.describe(),
@@ -188,13 +197,19 @@ class Work:
 
     def control(self, held_out: HeldOut) -> dict[str, Any]:
         """The scores of the transformer after the same finetuning, on the same data, without a conversion."""
-        config, folder = copy.deepcopy(self.config), self.workdir / "control"
+        config, folder = copy.deepcopy(self.config), self.control_run
         config.steps, config.transfer.steps, config.convert.feature_map = config.steps - config.transfer.steps, 0, ""
         folder.mkdir(exist_ok=True)
         for written in self.training.glob("teacher-????????"):  # what the transformer wrote is not written again
             if not os.path.lexists(folder / written.name):
                 (folder / written.name).symlink_to(Path("..", self.training.name, written.name))
         return held_out.measure(self.load(train(config, folder)["model"]))
+
+    def samples(self, held_out: HeldOut, names: list[str]) -> dict[str, Any]:
+        """By model, how the transformer finds the texts that it writes."""
+        paths = {"transformer": None, "converted": self.output, "control": self.control_run / "model"}
+        transformer = self.load()
+        return {name: held_out.samples(self.load(paths[name]), transformer) for name in names}
 
     def describe_held_out(self) -> str:
         """On what all models are scored."""
@@ -217,6 +232,7 @@ def summary(report: dict[str, Any], workdir: Path) -> dict[str, Any]:
         "model": report["model"],
         "scores": report["scores"],
         "recovered": report["recovered"],
+        "samples": report["samples"],
         "merged": report["not_merged"] is None,
         "speedup": {str(a["length"]): round(a["seconds"] / b["seconds"], 2) for a, b in pairs},
         "state_bytes": {str(b["length"]): b["state_bytes"] for _, b in pairs},

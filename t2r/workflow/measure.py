@@ -19,6 +19,8 @@ from t2r.decode.text import generate_text
 from t2r.decode.translator import translate_lines
 from t2r.evaluation.features import feature_use
 from t2r.evaluation.recall import recall
+from t2r.evaluation.samples import PROMPT as SAMPLE_PROMPT
+from t2r.evaluation.samples import score_samples
 from t2r.evaluation.score import evaluate_pairs
 from t2r.model.config import AttentionSpec, ModelConfig
 from t2r.model.transformer import LanguageModel
@@ -31,6 +33,7 @@ SENTENCES = 200  # translated for BLEU
 PROMPT, TEXT = 16, 100  # tokens of a prompt that is taken from the held-out text, and of its continuation
 SOURCES = 3  # translated for the page
 BATCH, STEPS = 16, 32  # sequences decoded at a time, and how many steps are timed
+SAMPLES = 32  # texts that a model writes, to be scored by the transformer
 LOOKED_AT = 8  # sequences from which dead features are counted
 
 
@@ -52,6 +55,15 @@ class HeldOut:
         result = evaluate_pairs(loaded, *splits(self._config)[1], beam=1, first=SENTENCES)
         scores |= {name: result[name] for name in ("bleu", "chrf", "sentences")}
         return {"scores": scores, "texts": self._translations(loaded)}
+
+    def samples(self, loaded: LoadedModel, transformer: LoadedModel) -> dict[str, float]:
+        """How the transformer finds what a language model writes, in texts as long as a training sequence."""
+        length, positions = self._config.data.length, loaded.model.config.max_positions
+        prompt = min(SAMPLE_PROMPT, length // 2)
+        length = min(length, positions - prompt - 1) if positions else length
+        return score_samples(
+            loaded, self._tokens(loaded), SAMPLES, scorer=transformer, length=length, prompt=prompt, quiet=True
+        )
 
     def batch(self, loaded: LoadedModel) -> Batch:
         """Some held-out sequences."""

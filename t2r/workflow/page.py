@@ -30,6 +30,7 @@ def write_report(path: Path, report: dict[str, Any]) -> None:
         *_scores(report),
         *_attentions(report),
         *_decoding(report["decoding"]),
+        *_samples(report["samples"]),
         *_texts(report),
         *_how(report),
     ]
@@ -149,6 +150,30 @@ def _decoding(measured: dict[str, Any]) -> list[str]:
         f"<p>From which length on the RNN is faster: {predicted} (predicted from the bytes that a step moves and this "
         f"machine's memory bandwidth), {found} (measured).</p>",
         f"<figure>{decode_plot(transformer, rnn)}</figure>",
+    ]
+
+
+def _samples(samples: dict[str, dict[str, Any]] | None) -> list[str]:
+    if samples is None:
+        return []
+    columns = {
+        "sample_perplexity": "perplexity under the transformer",
+        "sample_repetition": "repeated 4-grams",
+        "sample_loops": "end in a loop",
+        "greedy_repetition": "greedy: repeated 4-grams",
+        "greedy_loops": "greedy: end in a loop",
+    }
+    rows = [
+        (name, *(scores[key] if "perplexity" in key else _share(scores[key]) for key in columns))
+        for name, scores in samples.items()
+    ]
+    return [
+        "<h2>What the models write</h2>",
+        table(["model", *columns.values()], rows),
+        "<p>Texts that each model writes after pieces of held-out text, sampled at temperature 1, and greedily. "
+        "The closer their perplexity under the transformer is to that of its own texts, the more alike both write. A "
+        "4-gram is repeated if it occurred before in the same text; a text ends in a loop if its end is one piece "
+        "three times in a row.</p>",
     ]
 
 

@@ -15,7 +15,6 @@ from t2r.benchmark.floor import (
     measure_machine,
     measured_crossover,
     predicted_crossover,
-    state_bytes,
     step_cost,
 )
 from t2r.benchmark.models import VARIANTS, abstract_inference_model, converted, default_variants, label, random_model
@@ -24,6 +23,7 @@ from t2r.benchmark.steps import Decoder, abstract_generation, attention_bytes, r
 from t2r.environment import total_bytes
 from t2r.errors import InputError
 from t2r.model.config import AttentionSpec, preset
+from t2r.model.state_size import state_bytes
 
 PAPER_LM = preset("paper_lm", vocab_size=32_768, adaptive_cutoffs=(), layers=2)  # of 32 equal ones
 # Parameters of a layer without queries and keys: value and output projections, feed-forward, their biases, two norms.

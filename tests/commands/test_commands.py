@@ -86,8 +86,11 @@ def test_a_window_and_the_layers_that_damage_most_and_recall(saved_lm, tmp_path,
     config = model_dir.load_config(tmp_path / "rnn")
     assert (config.attention[1 - worst].window, config.attention[1 - worst].sinks) == (3, 1)
 
-    scores = run("evaluate", f"--model={tmp_path}/rnn", f"--data=text:{text_file}", "--window=64", "--recall=32,48")
+    options = [f"--data=text:{text_file}", "--window=64", "--recall=32,48", "--samples=2", f"--scorer={saved_lm}"]
+    scores = run("evaluate", f"--model={tmp_path}/rnn", *options, "--sample_length=8", "--sample_prompt=4")
     assert scores["recall_32"] > 1 and scores["recall_48"] > 1
+    assert scores["samples"] == 2 and scores["sample_perplexity"] > 1 and 0 < scores["greedy_tokens"] <= 8
+    assert scores["sample_repetition"] < 1 and scores["greedy_loops"] == 0
     status, message = call("convert", f"--model={tmp_path}/rnn", f"--output={tmp_path}/merged", "--merge")
     assert status == 2 and f"layer {1 - worst}: attention with a window needs its queries and keys" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damage.svg", "prose.txt", "rnn"]
@@ -133,6 +136,14 @@ def test_converts_table_says_which_tokens_are_exact(saved_lm, tmp_path, capsys):
         (["evaluate", "--data=builtin:pydoc", "--recall=many"], "--recall=many: give lengths"),
         (["evaluate", "--data=builtin:pydoc", "--recall=512,2"], "at least 4 tokens"),
         (["evaluate", "--data=builtin:pydoc", "--recall=8", "--documents"], "leave out one of the two"),
+        (["evaluate", "--data=builtin:pydoc", "--samples=8", "--documents"], "leave out one of the two"),
+        (["evaluate", "--data=builtin:pydoc", "--samples=-1"], "--samples=-1"),
+        (["evaluate", "--data=builtin:pydoc", "--scorer=a", "--sample_length=9"], "--scorer, --sample_length: say how"),
+        (["evaluate", "--data=builtin:pydoc", "--samples=8", "--scorer=missing"], "missing"),
+        (
+            ["evaluate", "--data=builtin:pydoc", "--samples=8", "--scorer=builtin:tiny_lm"],
+            "other tokens than the model",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

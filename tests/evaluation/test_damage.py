@@ -5,11 +5,14 @@ import numpy as np
 import pytest
 
 from t2r.batch import Batch
+from t2r.benchmark.steps import attention_bytes
 from t2r.conversion.swap import swap
 from t2r.errors import InputError
-from t2r.evaluation.damage import Damage, choose, measure_damage
+from t2r.evaluation.damage import Damage, measure_damage
+from t2r.evaluation.keep import choose_layers
 from t2r.evaluation.recall import recall, repeated
 from t2r.model.loss import token_losses
+from t2r.model.state_size import state_bytes
 from tests.conftest import make_model, micro, micro_mt, random_tokens
 
 
@@ -65,15 +68,65 @@ def test_damage_of_a_translation_model_reduces_cross_attention_to_the_mean_of_th
     assert damage.scores["1.cross"] == pytest.approx(expected, rel=1e-5)
 
 
+DAMAGE = Damage(2.0, {"0.attention": 2.1, "1.attention": 9.0, "2.attention": 2.5, "3.attention": 2.0}, 1.0)
+
+
+def kept(keep: str, config=micro(layers=4), damage=DAMAGE, **plan) -> str | tuple[str, str]:
+    """The layers that are kept, of a translation model also those of cross attention."""
+    chosen, measured = choose_layers({"keep": keep, **plan}, config, lambda: damage)
+    assert measured["damage"] == damage._asdict()
+    return (chosen["keep"], chosen["cross_keep"]) if config.encoder_layers else chosen["keep"]
+
+
 def test_keep_auto_is_the_worst_layers_or_those_above_a_bound():
-    damage = Damage(2.0, {"0.attention": 2.1, "1.attention": 9.0, "2.attention": 2.5, "3.attention": 2.0}, 1.0)
-    assert choose("auto:2", damage) == "1,2" and choose("auto:1", damage) == "1"
-    assert choose("auto", damage) == "1,2" and choose("auto:50%", damage) == "1"
-    assert choose("auto:4%", damage) == "0,1,2"
-    assert choose("auto:0", damage) == choose("auto:900%", damage) == "none"
-    for wrong in ("auto:", "auto:x", "auto:-1", "automatic"):
+    assert kept("auto:2") == "1,2" and kept("auto:1") == "1"
+    assert kept("auto") == "1,2" and kept("auto:50%") == "1"
+    assert kept("auto:4%") == "0,1,2"
+    assert kept("auto:0") == kept("auto:900%") == "none"
+    for wrong in ("auto:", "auto:x", "auto:-1", "automatic", "auto:8MB", "auto:8MiB@", "auto:8MiB@0", "auto:2KiB%"):
         with pytest.raises(InputError, match="auto:N"):
-            choose(wrong, damage)
+            kept(wrong)
+
+
+def size(config, keep: str, length: int, **plan) -> int:
+    """Bytes of the state of one sequence, counted from its arrays."""
+    swapped = swap(make_model(config), keep=keep, **plan)
+    return attention_bytes(swapped.init_state(1, length))
+
+
+def test_keep_auto_with_a_budget_keeps_as_many_of_the_worst_layers_as_fit():
+    config, plan = micro(layers=4), dict(features=4, window=3, sinks=1, seed=7)
+    sizes = [size(config, keep, 100, **plan) for keep in ("none", "1", "1,2", "0,1,2")]
+    assert sizes == sorted(sizes)
+    chosen = {"none": sizes[1] - 1, "1": sizes[1], "1,2": sizes[3] - 1, "0,1,2": sizes[3]}
+    for layers, budget in chosen.items():
+        assert kept(f"auto:{budget / 1024:.6f}KiB@100", **plan) == layers
+    with pytest.raises(InputError, match="when all layers are converted: give at least as much"):
+        kept(f"auto:{(sizes[0] - 1) / 1024:.6f}KiB@100", **plan)
+    with pytest.raises(InputError, match="of 2,048 tokens fits without a conversion"):
+        kept("auto:1GiB", **plan)
+    with pytest.raises(InputError, match="of 32 tokens fits without"):
+        kept("auto:1GiB", micro(layers=4, positions="learned", max_positions=32), **plan)
+
+
+def test_a_budget_is_for_both_kinds_of_attention_of_a_translation_model():
+    config, plan = micro_mt(layers=3), dict(features=4)
+    scores = {
+        "0.attention": 5.0,
+        "1.attention": 3.0,
+        "2.attention": 4.0,
+        "0.cross": 2.0,
+        "1.cross": 9.0,
+        "2.cross": 8.0,
+    }
+    one = state_bytes(swap(make_model(config), keep="0", cross_keep="1", **plan).config, 1, 50, 50)
+    options = dict(config=config, damage=Damage(2.0, scores, 1.0), **plan)
+    assert kept(f"auto:{one / 1024:.6f}KiB@50", **options) == ("0", "1")
+    assert kept(f"auto:{(one - 1) / 1024:.6f}KiB@50", **options) == ("none", "none")
+    with pytest.raises(InputError, match="a budget is for all of the state"):
+        kept("auto:8KiB@50", cross_keep="auto:1", **options)
+    with pytest.raises(InputError, match="a budget is for all of the state"):
+        kept("none", cross_keep="auto:8KiB@50", **options)
 
 
 def test_a_model_without_softmax_has_nothing_to_measure():

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from t2r.model import cross_entropy as module
@@ -79,6 +80,31 @@ def test_both_losses_of_a_teachers_distribution_agree():
     )
     expected = teacher_cross_entropy(student_log_probs, student.x, teacher_log_probs, teacher.x)
     assert error(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize("top_k", [1, 7, VOCAB_SIZE, 10 * VOCAB_SIZE])
+def test_a_teachers_top_k_share_the_whole_mass(top_k):
+    """Against NumPy: both forms of the loss, and the gradient."""
+    student, teacher = random_inputs(0, bias=True), random_inputs(1, bias=True, width=16)
+    targets = jax.random.randint(jax.random.key(2), (3, 4), 0, VOCAB_SIZE)
+    q, p = (np.exp(np.asarray(log_probs(inputs), np.float64)) for inputs in (student, teacher))
+    expected, gradient = np.zeros((3, 4)), 0.5 * q - 0.5 * np.eye(VOCAB_SIZE)[np.asarray(targets)]
+    for at in np.ndindex(3, 4):
+        likeliest = np.argsort(-p[at])[:top_k]
+        share = p[at][likeliest] / p[at][likeliest].sum()
+        expected[at] = -(share * np.log(q[at][likeliest])).sum()
+        gradient[at] += 0.5 * q[at]
+        gradient[at][likeliest] -= 0.5 * share
+    actual = cross_entropy(student, targets, None, 0.0, teacher, 1.0, teacher_top_k=top_k)
+    functions = [lambda x, inputs=inputs: log_probs(inputs._replace(x=x)) for inputs in (student, teacher)]
+    other = teacher_cross_entropy(functions[0], student.x, functions[1], teacher.x, top_k)
+    assert error(actual, expected) < 1e-5 and error(other, expected) < 1e-5
+
+    def total(bias):
+        changed = student._replace(bias=bias)
+        return cross_entropy(changed, targets, None, 0.0, teacher, 0.5, teacher_top_k=top_k).sum()
+
+    assert error(jax.grad(total)(student.bias), gradient.sum((0, 1))) < 1e-5
 
 
 def test_a_batch_sharded_over_devices_has_the_same_loss():

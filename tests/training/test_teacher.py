@@ -1,20 +1,25 @@
 """Training data that the teacher generates."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t2r.batch import Batch
+from t2r.conversion.swap import swap
 from t2r.data.pairs import load_pairs
 from t2r.data.sources import load_documents
 from t2r.data.tokenizer import TokenizerPair
 from t2r.decode.beam import Beam
 from t2r.decode.translator import TranslateOptions, translate_lines
 from t2r.errors import InputError
+from t2r.model.loss import token_losses
 from t2r.store import model_dir
 from t2r.training import teacher
+from t2r.training.build import load_teacher
 from t2r.training.config import check, default_config, pretrained
 from t2r.training.task import make_task
 from t2r.training.trainer import build
-from tests.conftest import make_model, micro, micro_mt
+from tests.conftest import error, make_model, micro, micro_mt, random_tokens
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +94,16 @@ def test_a_translation_model_translates_the_sources_of_a_corpus(models, tmp_path
         written = target.decode([int(i) for i in pair.target[1:-1]])
         (hypothesis,) = expected[lines.index(source)]
         assert written == "" or " ".join(written.split()) == hypothesis.text
+
+
+def test_the_likeliest_token_alone_is_a_label(models):
+    """soft_top_k=1: the loss is that of the token that the teacher would write."""
+    teacher = load_teacher(make_config(models / "lm", soft=1.0, soft_top_k=1))
+    student, tokens = swap(teacher.model, features=4), random_tokens(2, 9)
+    losses, _ = token_losses(student, Batch(tokens), teacher=teacher)
+    log_probs = student.log_probs(student(tokens[:, :-1])[0])
+    likeliest = teacher.model.logits(teacher.model(tokens[:, :-1])[0]).argmax(-1)
+    assert error(losses, -jnp.take_along_axis(log_probs, likeliest[..., None], -1)[..., 0]) < 1e-5
 
 
 def test_spliced_sources_have_clauses_of_two_sentences_from_all_corpora_equally():

@@ -167,6 +167,9 @@ REPORT = {
         "predicted_crossover": 12,
         "measured_crossover": 12.8,
     },
+    "samples": {name: dict(sample_perplexity=perplexity, sample_repetition=0.0625, sample_loops=0.0, sample_tokens=32.0,
+                           greedy_perplexity=1.5, greedy_repetition=0.75, greedy_loops=0.5, greedy_tokens=32.0)
+                for name, perplexity in (("transformer", 2.625), ("converted", 3.375))},
     "texts": {name: [{"prompt": "Is 1 < 2?", "text": f"<script>alert('{name}')</script>"}]
               for name in ("transformer", "swapped", "converted")},
     "not_merged": "cannot merge:\n  - layer 1: <reason>",
@@ -221,7 +224,16 @@ def test_the_page_shows_what_was_measured_and_escapes_html(tmp_path):
     assert {"b", "i", "reason", "a"} & {tag for tag, _ in page.seen} == {"b"}, "only the page's own"
     for text in ("<script>alert('swapped')</script>", "Is 1 < 2?", "<i>text</i>", "runs/a & b", "<reason>"):
         assert text in page.text
-    for text in ("90.0%", "recall at 512 tokens", "after transfer", "0.1250", "1.50%", "12 tokens (predicted"):
+    for text in (
+        "90.0%",
+        "recall at 512 tokens",
+        "after transfer",
+        "0.1250",
+        "1.50%",
+        "12 tokens (predicted",
+        "3.375",
+        "6.25%",
+    ):
         assert text in page.text
     assert "13 tokens (measured)" in page.text and "9999 tokens are left out" in page.text
     assert [tag for tag, _ in page.seen].count("svg") == 3, "curve, damage, decoding"
@@ -277,7 +289,7 @@ def test_a_language_model_is_converted_and_resumed_after_kills(tmp_path):
     kill_at("stage distill", options)
     workdir = tmp_path / "rnn.run"
     assert not output.exists() and "training" not in json.loads((workdir / "steps.json").read_text())["steps"]
-    assert kill_at("6/9", options, signal.SIGINT).endswith("interrupted: run the same command to resume\n")
+    assert kill_at("6/10", options, signal.SIGINT).endswith("interrupted: run the same command to resume\n")
     before = snapshot(output), snapshot(workdir / "finetune")
     result, printed = run(options)
     assert printed.count("(finished before)") == 5 and "stage transfer" not in printed
@@ -290,6 +302,8 @@ def test_a_language_model_is_converted_and_resumed_after_kills(tmp_path):
     assert scores["converted"]["perplexity"] == pytest.approx(logged[5], rel=1e-4)
     assert scores["transformer"]["perplexity"] < scores["swapped"]["perplexity"]
     assert all("recall_512" in scores[name] for name in ("transformer", "swapped", "converted", "control"))
+    assert list(result["samples"]) == ["transformer", "converted", "control"]
+    assert result["samples"]["transformer"]["sample_perplexity"] < result["samples"]["converted"]["sample_perplexity"]
     assert result["merged"] is False and result["speedup"].keys() == {"16", "32"} == result["state_bytes"].keys()
     history = model_dir.load(output).provenance["history"]
     assert [entry["action"] for entry in history][-2:] == ["swap", "train"] and "damage" in history[-2]
@@ -305,7 +319,7 @@ def test_a_language_model_is_converted_and_resumed_after_kills(tmp_path):
     assert "t2r convert --finetune" in page.text
 
     again, printed = run(options)
-    assert again == result and printed.count("(finished before)") == 9
+    assert again == result and printed.count("(finished before)") == 10
     status = subprocess.run(command(*options, "--seed=1"), env=environment(), cwd=ROOT, capture_output=True, text=True)
     assert status.returncode == 2 and "config.seed was 0, is 1" in status.stderr
 
@@ -320,7 +334,11 @@ def test_a_translation_model_is_converted_and_merged(saved_translator, tmp_path,
     options += ["--recipe=pairs", "--set=transfer.steps=2", "--lengths=8", "--finetune"]
     status, result = call("convert", *options)
     assert status == 0, result
-    assert result["merged"] and set(result["scores"]["converted"]) == {"perplexity", "bleu", "chrf", "sentences"}
+    assert (
+        result["samples"] is None
+        and result["merged"]
+        and set(result["scores"]["converted"]) == {"perplexity", "bleu", "chrf", "sentences"}
+    )
     loaded = model_dir.load(tmp_path / "rnn")
     assert {spec.kind for spec in (*loaded.model.config.attention, *loaded.model.config.cross_attention)} == {"merged"}
     assert [entry["action"] for entry in loaded.provenance["history"]] == ["swap", "train", "merge"]
