@@ -13,6 +13,7 @@ import pytest
 
 from conftest import WINDOW, make_model, micro, micro_mt, random_tokens
 from t2r.batch import PADDING, Batch
+from t2r.benchmark.steps import attention_bytes
 from t2r.conversion.swap import swap
 from t2r.data.pairs import number_pairs
 from t2r.data.sources import load_documents
@@ -119,6 +120,8 @@ def test_the_recipe_follows_the_model_and_its_data():
         (["--set=data.batch=many"], "many"),
         (["--window=-1"], "config.convert.window=-1"),
         (["--lengths=few"], "few"),
+        (["--curve=few"], "--curve=few: give numbers of layers"),
+        (["--curve=0,2,9"], "--curve has 2, 9: of 2 layers 0 to 1 can be kept"),
         (["--workdir={output}"], "two folders that are not in each other"),
         (["--workdir={output}/run"], "two folders that are not in each other"),
         (["--merge"], "--merge changes no attention: leave out --finetune"),
@@ -170,6 +173,11 @@ REPORT = {
     "samples": {name: dict(sample_perplexity=perplexity, sample_repetition=0.0625, sample_loops=0.0, sample_tokens=32.0,
                            greedy_perplexity=1.5, greedy_repetition=0.75, greedy_loops=0.5, greedy_tokens=32.0)
                 for name, perplexity in (("transformer", 2.625), ("converted", 3.375))},
+    "state_curve": {"length": 2048, "points": [
+        dict(name="transformer", state_bytes=2**24, perplexity=2.5, recall_512=1.25),
+        dict(name="0 softmax", state_bytes=2**20, perplexity=3.0, recall_512=2.0),
+        dict(name="1 softmax", state_bytes=2**23, perplexity=2.75, recall_512=1.5),
+    ]},
     "texts": {name: [{"prompt": "Is 1 < 2?", "text": f"<script>alert('{name}')</script>"}]
               for name in ("transformer", "swapped", "converted")},
     "not_merged": "cannot merge:\n  - layer 1: <reason>",
@@ -233,10 +241,11 @@ def test_the_page_shows_what_was_measured_and_escapes_html(tmp_path):
         "12 tokens (predicted",
         "3.375",
         "6.25%",
+        "8.00 MiB",
     ):
         assert text in page.text
     assert "13 tokens (measured)" in page.text and "9999 tokens are left out" in page.text
-    assert [tag for tag, _ in page.seen].count("svg") == 3, "curve, damage, decoding"
+    assert [tag for tag, _ in page.seen].count("svg") == 4, "curve, damage, decoding, state"
     for share, words in [(-0.2, "recovered nothing"), (2.4, "now below the transformer's"), (None, "")]:
         text = gain({"recovered": share})
         assert words in text and "%" not in text
@@ -250,7 +259,7 @@ def test_the_page_renders_in_a_browser(tmp_path):
     write_report(tmp_path / "report.html", REPORT)
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"file://{tmp_path}/report.html"]
     run = subprocess.run([browser, *options], capture_output=True, text=True, timeout=120, check=True)
-    assert "converted into an RNN" in run.stdout and run.stdout.count("<svg") == 3
+    assert "converted into an RNN" in run.stdout and run.stdout.count("<svg") == 4
 
 
 def command(*arguments):
@@ -358,20 +367,30 @@ def test_a_model_of_another_library_is_imported_once(tmp_path, call):
     with_tokenizer(source)
     options = [f"--model={source}", f"--output={tmp_path}/rnn", "--steps=5", "--features=4", "--window=4", "--finetune"]
     options += ["--set=teacher.texts=40", "--set=teacher.length=24", "--set=data.length=24", "--set=data.batch=8"]
-    status, result = call("convert", *options, "--lengths=8", "--control")
+    options += ["--lengths=8", "--control", "--curve=0,1"]
+    status, result = call("convert", *options)
     assert status == 0, result
+    curve, points = result["state_curve"], {point["name"]: point for point in result["state_curve"]["points"]}
+    assert list(points) == ["transformer", "control", "0 softmax", "1 softmax"] and curve["length"] == 2048
+    assert points["0 softmax"].items() >= result["scores"]["converted"].items(), "it is not trained twice"
+    paths = dict(zip(points, ("transformer", "control/model", "finetune/model", "curve/1/model")))
+    for name, path in paths.items():
+        state = model_dir.load(tmp_path / "rnn.run" / path).model.init_state(1, curve["length"])
+        assert points[name]["state_bytes"] == attention_bytes(state)
+    assert sorted(path.name for path in (tmp_path / "rnn.run/curve").iterdir()) == ["1"]
+    assert next((tmp_path / "rnn.run/curve/1").glob("teacher-*")).is_symlink(), "the texts are those of the first run"
     assert "recall_" in "".join(result["scores"]["converted"]) and result["scores"]["control"]["perplexity"] > 1
     history = model_dir.load(tmp_path / "rnn").provenance["history"]
     assert [entry["action"] for entry in history] == ["import", "swap", "train"]
     assert "the texts that the transformer wrote" in (tmp_path / "rnn.run" / "report.html").read_text("utf-8")
     before = snapshot(tmp_path / "rnn.run" / "transformer")
-    assert call("convert", *options, "--lengths=8", "--control") == (0, result)
+    assert call("convert", *options) == (0, result)
     assert snapshot(tmp_path / "rnn.run" / "transformer") == before
 
     elsewhere = shutil.copytree(source, tmp_path / "other")
     status, printed = call("convert", *options, f"--model={elsewhere}")
     assert status == 2 and f"was imported from {source}" in printed
     shutil.rmtree(tmp_path / "rnn")  # it is written again, from the training run
-    status, again = call("convert", *options, "--lengths=8", "--control")
+    status, again = call("convert", *options)
     assert status == 0 and again["scores"] == result["scores"]
     assert model_dir.load(tmp_path / "rnn").provenance["history"] == history
