@@ -40,16 +40,24 @@ def draw(points: list[dict[str, Any]], length: int | None) -> Figure:
     figure = Figure(figsize=(5.2 * len(measures), 4.2))
     for axes, measure in zip(figure.subplots(1, len(measures), squeeze=False)[0], measures):
         of_length = f" of one sequence of {length:,} tokens" if length else ""
-        axes.set(xlabel=f"state{of_length}, MiB", title=label(measure))
+        axes.set(xlabel=f"state{of_length}, MiB", title=title(measure))
         _draw_measure(axes, measure, [one for one in points if one.get(measure) is not None])
     styled(figure)
     return figure
 
 
-def label(measure: str) -> str:
+def words(measure: str) -> str:
+    """A measure in words: `recall_512` is recall at 512 tokens."""
+    name, _, length = measure.partition("_")
+    if length.isdecimal():
+        return f"{name} at {length} tokens"
+    return "BLEU" if measure == "bleu" else measure.replace("_", " ")
+
+
+def title(measure: str) -> str:
     """A measure in words, with the direction in which it improves if that is known."""
-    words, better = measure.replace("_", " ").replace("bleu", "BLEU"), BETTER.get(measure.partition("_")[0])
-    return f"{words} ({better} is better)" if better else words
+    better = BETTER.get(measure.partition("_")[0])
+    return f"{words(measure)} ({better} is better)" if better else words(measure)
 
 
 def _draw_measure(axes: Axes, measure: str, points: list[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from t2r.benchmark.page import decode_plot, describe, figure_svg, speed_table, t
 from t2r.benchmark.plots import RNN, SOFTMAX, log_values
 from t2r.benchmark.steps import DecodeSpeed
 from t2r.evaluation.damage import Damage, bars
-from t2r.workflow.curve import draw, measures_of
+from t2r.workflow.curve import draw, measures_of, words
 
 LABELS = {"perplexity": "perplexity", "bleu": "BLEU", "chrf": "chrF"}  # scores that the table shows, besides recall
 
@@ -165,7 +165,7 @@ def _state_curve(curve: dict[str, Any] | None) -> list[str]:
         "<h2>Quality against state</h2>",
         "<p>The same training, with so many layers that keep softmax attention, those that do most damage; the state "
         f"is that of one sequence of {length:,} tokens.</p>",
-        table(["model", "state", *(name.replace("_", " at ") for name in measures)], rows),
+        table(["model", "state", *map(words, measures)], rows),
         f"<figure>{figure_svg(draw(points, length))}</figure>",
     ]
 

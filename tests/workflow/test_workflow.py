@@ -1,5 +1,6 @@
 """convert --finetune: its pieces, and whole conversions that are killed and resumed."""
 
+import html
 import json
 import shutil
 import signal
@@ -252,14 +253,58 @@ def test_the_page_shows_what_was_measured_and_escapes_html(tmp_path):
     json.dumps(REPORT)  # the page is made from what report.json holds
 
 
-def test_the_page_renders_in_a_browser(tmp_path):
+# Runs in the page: the size of each element that must be seen, as JSON in its title.
+LOOK = """<script>
+addEventListener("load", () => {
+  const sizes = tag => [...document.querySelectorAll(tag)].map(element => {
+    const {width, height} = element.getBoundingClientRect();
+    return {text: element.textContent, width, height};
+  });
+  const seen = Object.fromEntries(["h1", "h2", "table", "figure > svg", "pre"].map(tag => [tag, sizes(tag)]));
+  const page = document.documentElement;
+  document.title = JSON.stringify({seen, width: page.scrollWidth, window: innerWidth});
+});
+</script>"""
+
+
+def look_at(path: Path, width: int) -> dict:
+    """What a browser shows of a page in a window of this width."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("no Chromium is installed")
-    write_report(tmp_path / "report.html", REPORT)
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"file://{tmp_path}/report.html"]
+    watched = path.with_name("watched.html")
+    watched.write_text(path.read_text("utf-8").replace("</html>", f"{LOOK}</html>"), "utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={width},900"]
+    options += [f"--user-data-dir={path.parent}/profile", "--dump-dom", watched.as_uri()]
     run = subprocess.run([browser, *options], capture_output=True, text=True, timeout=120, check=True)
-    assert "converted into an RNN" in run.stdout and run.stdout.count("<svg") == 4
+    assert ":CONSOLE" not in run.stderr, run.stderr
+    return json.loads(html.unescape(run.stdout.partition("<title>")[2].partition("</title>")[0]))
+
+
+@pytest.mark.parametrize("width", [1100, pytest.param(500, marks=pytest.mark.slow)])
+def test_the_page_is_seen_in_a_browser(width, tmp_path):
+    """All sections, tables and plots, without an error, and without scrolling sideways, also in a narrow window."""
+    write_report(tmp_path / "report.html", REPORT)
+    shown = look_at(tmp_path / "report.html", width)
+    assert shown["width"] <= shown["window"] <= width
+    seen = shown["seen"]
+    assert [element["text"] for element in seen["h2"]] == [
+        "Scores", "Each attention", "Decoding", "Quality against state", "What the models write", "Texts",
+        "How it was made",
+    ]  # fmt: skip
+    assert len(seen["figure > svg"]) == 4 and len(seen["table"]) == 6
+    assert all(plot["width"] > 400 and plot["height"] > 100 for plot in seen["figure > svg"])
+    hidden = {"cannot merge", json.dumps(REPORT["config"], indent=1)[:12]}  # in what a click unfolds
+    for element in (*seen["h1"], *seen["h2"], *seen["table"], *seen["pre"]):
+        if not element["text"].startswith(tuple(hidden)):
+            assert element["width"] > 50 and element["height"] > 15, element
+
+
+@pytest.mark.slow
+def test_an_error_of_a_page_is_noticed(tmp_path):
+    (tmp_path / "page.html").write_text("<html><meta charset=utf-8><script>missing()</script></html>")
+    with pytest.raises(AssertionError, match="CONSOLE"):
+        look_at(tmp_path / "page.html", 500)
 
 
 def command(*arguments):
