@@ -29,7 +29,7 @@ from t2r.workflow.steps import Steps
 from tests.commands.test_import import with_tokenizer
 from tests.damages import snapshot
 from tests.importers.make_references import FOLDER
-from tests.training.runs import ROOT, environment
+from tests.training.runs import ROOT, environment, train
 
 
 def without_features(model, name: str, heads_and_features: list[tuple[int, int]]):
@@ -403,6 +403,58 @@ def test_a_translation_model_is_converted_and_merged(saved_translator, tmp_path,
     assert all(attention["clamped"] is not None for attention in report["attentions"])
     assert len(report["texts"]["converted"]) == 3
     check_page((tmp_path / "rnn.run" / "report.html").read_text("utf-8"))
+
+
+TRANSLATOR = """
+from t2r.training.config import architecture, load_config
+
+def get_config():
+    config = load_config("numbers")
+    config.model = architecture("micro_mt", width=64, feedforward=128)
+    config.data.update(source="tsv:{pairs}", vocab_size=330, length=24, batch_tokens=1024, buckets=1)
+    config.steps, config.label_smoothing, config.average_checkpoints = 100, 0.0, 1
+    config.optimizer.update(schedule="constant", learning_rate=3e-3, warmup_steps=20, clip_norm=1.0)
+    return config
+"""
+
+
+@pytest.mark.slow
+def test_a_translation_model_learns_from_its_own_translations(tmp_path):
+    """The default recipe, whole: a translator of numbers is trained, and converted with what it translates itself."""
+    pairs, config = tmp_path / "pairs.tsv", tmp_path / "config.py"
+    pairs.write_text("\n".join(f"{german}\t{english}" for english, german in number_pairs(1000)[100:]))
+    config.write_text(TRANSLATOR.format(pairs=pairs))
+    trained = train(config, tmp_path / "translator")
+    assert trained.returncode == 0, trained.stderr
+    # What it learns from must be its own translations: the targets that it is given now are of no use.
+    sources = tmp_path / "sources.tsv"
+    sources.write_text("\n".join(f"{line.partition(chr(9))[0]}\tnot read" for line in pairs.read_text().splitlines()))
+    options = [f"--model={tmp_path}/translator/model", f"--output={tmp_path}/rnn", f"--data=tsv:{sources}"]
+    options += [f"--set=data.valid=tsv:{pairs}", "--steps=40", "--keep=auto:1", "--window=4", "--sinks=1"]
+    options += ["--set=data.length=24", "--set=data.batch_tokens=1024", "--set=data.buckets=1", "--lengths=8,16"]
+    result, printed = run([*options, "--set=optimizer.learning_rate=2e-3", "--curve=0,1"])
+    assert "generates 900 texts" in printed
+
+    scores = result["scores"]
+    assert list(scores) == ["transformer", "swapped", "after transfer", "converted"]
+    before, swapped, after = (scores[name]["bleu"] for name in ("transformer", "swapped", "converted"))
+    assert before > 80 and swapped < before - 10 and after > (before + swapped) / 2
+    history = model_dir.load(tmp_path / "rnn").provenance["history"]
+    entry = next(entry for entry in history if entry["action"] == "swap")
+    assert entry["asked"] == {"keep": "auto:1", "cross_keep": "auto:1"}
+    damage = entry["damage"]["scores"]
+    assert list(damage) == ["0.attention", "0.cross", "1.attention", "1.cross"]
+    for field, name in (("keep", "attention"), ("cross_keep", "cross")):
+        assert entry[field] == max("01", key=lambda layer: damage[f"{layer}.{name}"])
+    report = json.loads((tmp_path / "rnn.run/report.json").read_text())
+    for attention in report["attentions"]:
+        kept = entry["keep"] if attention["name"].endswith(".attention") else entry["cross_keep"]
+        assert (attention["attention"] == "softmax") == attention["name"].startswith(f"{kept}.")
+        assert attention["damage"] == damage[attention["name"]]
+    assert [point["name"] for point in report["state_curve"]["points"]] == ["transformer", "0 softmax", "1 softmax"]
+    assert all("bleu" in point for point in report["state_curve"]["points"]) and report["samples"] is None
+    page = check_page(Path(result["report"]).read_text("utf-8"))
+    assert "Quality against state" in page.text and "What the models write" not in page.text
 
 
 @pytest.mark.slow
