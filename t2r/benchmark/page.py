@@ -17,10 +17,11 @@ STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
+table { display: block; overflow-x: auto; } /* one that is wider than the window scrolls, not the page */
 th, td { padding: .3rem .9rem; border-bottom: 1px solid #8884; text-align: right; }
 th:first-child, td:first-child { text-align: left; }
 figure { margin: 1.5rem 0; background: white; border-radius: 6px; padding: .5rem; }
-figure svg { width: 100%; height: auto; }
+figure svg { display: block; max-width: 100%; height: auto; margin: auto; }
 pre { white-space: pre-wrap; background: #8881; padding: .8rem; border-radius: 6px; max-height: 14rem; overflow: auto; }
 small { opacity: .75; }
 .beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: 0 1rem; }
@@ -29,7 +30,8 @@ small { opacity: .75; }
 
 def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
     """Writes a page of these parts, which are HTML, under a title, which is plain text."""
-    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f"<title>{html.escape(title)}</title><style>{STYLE}</style>"
     body = "\n".join([f"<h1>{html.escape(title)}</h1>", *parts])
     with atomic_file(path) as unfinished:
         unfinished.write_text(f'<!doctype html><html lang="en">{head}{body}</html>\n', "utf-8")

@@ -75,11 +75,17 @@ _LENGTHS = flags.DEFINE_list(
     "lengths", ["128", "512", "2048", "8192"], "With --finetune: generated lengths at which decoding is measured."
 )
 _CONTROL = flags.DEFINE_bool("control", False, "With --finetune: also finetune the transformer, without a conversion.")
+_CURVE = flags.DEFINE_list(
+    "curve",
+    [],
+    "With --finetune: train once more for each of these numbers of layers that keep softmax, such as 0,2,4, and draw "
+    "quality against the size of the state.",
+)
 _SET = flags.DEFINE_multi_string(
     "set", [], "With --finetune: a field of the run's config, as in --set=data.batch=16; repeatable."
 )
 PLAN = ("feature_map", "features", "cross_features", "window", "sinks", "attention", "keep", "cross_keep", "seed")
-ONLY_FINETUNE = ("workdir", "steps", "recipe", "prompt", "lengths", "control", "set")
+ONLY_FINETUNE = ("workdir", "steps", "recipe", "prompt", "lengths", "control", "curve", "set")
 
 
 def RESUMES() -> bool:  # after an interruption
@@ -119,12 +125,21 @@ def _finetune(plan: dict[str, Any]) -> dict[str, Any]:
         prompts=_PROMPT.value,
         lengths=parse_lengths(_LENGTHS.value),
         control=_CONTROL.value,
+        curve=_counts(_CURVE.value),
         fields=fields,
         command=shlex.join(["t2r", *sys.argv[1:]]),
         **plan,
     )
     _print_result(result)
     return result
+
+
+def _counts(items: list[str]) -> list[int]:
+    from t2r.errors import InputError
+
+    if not all(item.strip().isdecimal() for item in items):
+        raise InputError(f"--curve={','.join(items)}: give numbers of layers, such as 0,2,4")
+    return [int(item) for item in items]
 
 
 def _print_result(result: dict[str, Any]) -> None:

@@ -9,10 +9,9 @@ from t2r.conversion.swap import swapped_config
 from t2r.errors import InputError
 from t2r.evaluation.damage import Damage, rows
 from t2r.model.config import ModelConfig
-from t2r.model.state_size import state_bytes
+from t2r.model.state_size import natural_length, sequence_bytes
 
 MOST_DAMAGE = 10.0  # percent above the score of the whole model: the bound of keep=auto
-LENGTH = 2048  # tokens of the sequence whose state fits a budget, if neither the budget nor the model says how long
 
 ATTENTION = {"keep": "attention", "cross_keep": "cross"}  # what each field of a plan is for
 COUNT, PERCENT = r"(?P<count>\d+)", r"(?P<percent>\d+(\.\d+)?)%"
@@ -27,7 +26,7 @@ class Rule(NamedTuple):
     count: int | None = None
     percent: float | None = None
     budget: int | None = None  # bytes of the state of one sequence
-    length: int | None = None  # tokens of that sequence; None: the model's learned positions, or LENGTH
+    length: int | None = None  # tokens of that sequence; None: see `natural_length`
 
 
 def is_automatic(keep: str) -> bool:
@@ -82,9 +81,10 @@ def check(asked: dict[str, str], plan: dict[str, Any], config: ModelConfig) -> N
             continue
         if {*rules.values()} != {rule} or "keep" not in rules:
             raise InputError(f"{name}={asked[name]!r}: a budget is for all of the state; give it as keep alone")
-        length = _length(rule, config)
+        length = rule.length or natural_length(config)
         state = f"keep={asked[name]!r}: the state of a sequence of {length:,} tokens"
-        whole, least = _bytes(config, length), _bytes(_swapped(config, plan, dict.fromkeys(asked, "none")), length)
+        converted = _swapped(config, plan, dict.fromkeys(asked, "none"))
+        whole, least = (sequence_bytes(one, length) for one in (config, converted))
         if whole <= rule.budget:
             raise InputError(f"{state} fits without a conversion: the transformer's has {_size(whole)}")
         if least > rule.budget:
@@ -107,27 +107,19 @@ def _within_budget(
     rule: Rule, names: list[str], plan: dict[str, Any], config: ModelConfig, damage: Damage
 ) -> dict[str, str]:
     """The N worst layers of each kind of attention, with the largest N whose state fits."""
-    length, most = _length(rule, config), min(len(damage.layers(ATTENTION[name])) for name in names)
+    length = rule.length or natural_length(config)
+    most = min(len(damage.layers(ATTENTION[name])) for name in names)
     for count in reversed(range(most)):
         chosen = {name: _numbers(damage.worst(count, ATTENTION[name])) for name in names}
-        size = _bytes(_swapped(config, plan, chosen), length)
+        size = sequence_bytes(_swapped(config, plan, chosen), length)
         if size <= rule.budget:
             break
     say(f"{count} layers are kept: {_size(size)} of state at {length:,} tokens")
     return chosen
 
 
-def _length(rule: Rule, config: ModelConfig) -> int:
-    return rule.length or config.max_positions or LENGTH
-
-
 def _swapped(config: ModelConfig, plan: dict[str, Any], chosen: dict[str, str]) -> ModelConfig:
     return swapped_config(config, **{name: value for name, value in {**plan, **chosen}.items() if name != "seed"})
-
-
-def _bytes(config: ModelConfig, length: int) -> int:
-    """The state of one sequence; the source of a translation is as long as its target."""
-    return state_bytes(config, 1, length, length if config.encoder_layers else 0)
 
 
 def _numbers(layers: list[int]) -> str:

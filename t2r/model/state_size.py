@@ -6,12 +6,23 @@ from t2r.model.config import AttentionSpec, ModelConfig
 
 FLOAT32 = 4  # bytes; S and z are always float32
 INT32 = 4
+LENGTH = 2048  # tokens of the sequence whose state is compared, if neither the user nor the model says how long
 
 
 def state_bytes(config: ModelConfig, batch: int, length: int, source: int = 0) -> int:
     """Bytes of the attention state of all layers by the formula, including that of a translation model's source."""
     causal = sum(layer_bytes(config, spec, batch, length) for spec in config.attention)
     return int(causal + sum(layer_bytes(config, spec, batch, source) for spec in config.cross_attention))
+
+
+def sequence_bytes(config: ModelConfig, length: int) -> int:
+    """Bytes of the state of one sequence; the source of a translation is as long as its target."""
+    return state_bytes(config, 1, length, length if config.encoder_layers else 0)
+
+
+def natural_length(config: ModelConfig) -> int:
+    """The length at which states are compared, if none is given: the model's learned positions, or LENGTH."""
+    return config.max_positions or LENGTH
 
 
 def layer_bytes(config: ModelConfig, spec: AttentionSpec, batch: int, tokens: float) -> float:

@@ -17,11 +17,14 @@ from t2r.errors import InputError
 from t2r.evaluation.bleu import check_tokenizer
 from t2r.files import check_free, exclusive, read_json, write_json
 from t2r.importers.source import import_model
+from t2r.model.config import ModelConfig
 from t2r.model.parameters import arrays_of, parameter_count
+from t2r.model.state_size import natural_length
 from t2r.store import model_dir
 from t2r.training.build import build
 from t2r.training.task import make_task, splits
 from t2r.training.trainer import flat, train
+from t2r.workflow.curve import NOT_CONVERTED, point
 from t2r.workflow.measure import HeldOut, attentions, decoding, validation_curve
 from t2r.workflow.page import write_report
 from t2r.workflow.recipe import make_config
@@ -42,6 +45,7 @@ def convert_and_finetune(
     prompts: Sequence[str] = (),
     lengths: Sequence[int] = LENGTHS,
     control: bool = False,
+    curve: Sequence[int] = (),
     fields: dict[str, Any] | None = None,
     command: str | None = None,
     **plan: Any,
@@ -51,7 +55,9 @@ def convert_and_finetune(
     `source` is a model directory, `builtin:NAME`, or what `import_model` takes. `recipe` is a variant of
     configs/convert.py; `plan` has fields of config.convert, such as keep and window, `fields` any others by their
     dotted names. Without `data`, a language model trains on text that it writes itself. With `control`, the transformer
-    is also finetuned without a conversion. The same call resumes what was interrupted. Returns a summary.
+    is also finetuned without a conversion. With `curve`, the same recipe is trained once for each of these numbers of
+    layers that keep softmax, for a plot of quality against the size of the state. The same call resumes what was
+    interrupted. Returns a summary.
     """
     output, workdir = Path(output), Path(workdir or f"{output}.run")
     if workdir == output or output in workdir.parents or output.parent == workdir:
@@ -64,13 +70,14 @@ def convert_and_finetune(
     config = make_config(transformer, architecture, data=data, recipe=recipe, steps=steps, plan=plan, fields=fields)
     if control and config.steps == config.transfer.steps:
         raise InputError("--control needs steps after the attention transfer: there is nothing to compare")
+    curves = curve_configs(config, curve, architecture)
     if architecture.encoder_layers:
         check_tokenizer("13a")  # sacrebleu is installed
     with exclusive(workdir):
         request = {"source": str(source), "output": str(output), **request_of(config)}
-        total = 8 + control + (not architecture.encoder_layers)
+        total = 8 + control + (not architecture.encoder_layers) + sum(run != config for run in curves.values())
         work = Work(config, workdir, output, Steps(finished, request, total))
-        report = work.run(list(prompts), sorted(lengths), control)
+        report = work.run(list(prompts), sorted(lengths), control, curves)
         report |= {"source": str(source), "command": command, "config": as_json(config.to_dict())}
         write_json(workdir / "report.json", finite(report))
         write_report(workdir / "report.html", report)
@@ -107,7 +114,9 @@ class Work:
         self.control_run = workdir / "control"
         self.translates = is_pairs(config.data.source)
 
-    def run(self, prompts: list[str], lengths: list[int], control: bool) -> dict[str, Any]:
+    def run(
+        self, prompts: list[str], lengths: list[int], control: bool, curves: dict[int, ConfigDict]
+    ) -> dict[str, Any]:
         """Does all steps that are not finished; returns the content of the report."""
         config, step, held_out = self.config, self.steps.run, HeldOut(self.config, self.training, prompts)
         transfer, rest = config.transfer.steps, config.steps - config.transfer.steps
@@ -135,6 +144,7 @@ class Work:
         if not self.translates:
             title, names = "score what the models write", [name for name in WRITERS if name in rows]
             samples = step("samples", title, lambda: self.samples(held_out, names), names)
+        points = self.curve(held_out, curves, rows) if curves else None
         return {
             "model": str(self.output),
             "data": data["summary"],
@@ -150,6 +160,7 @@ class Work:
             "damage": damage,
             "decoding": measured,
             "samples": samples,
+            "state_curve": points,
             "texts": {name: row["texts"] for name, row in rows.items() if "texts" in row},
             **model,
             "environment": environment.describe(),
@@ -197,13 +208,43 @@ class Work:
 
     def control(self, held_out: HeldOut) -> dict[str, Any]:
         """The scores of the transformer after the same finetuning, on the same data, without a conversion."""
-        config, folder = copy.deepcopy(self.config), self.control_run
+        config = copy.deepcopy(self.config)
         config.steps, config.transfer.steps, config.convert.feature_map = config.steps - config.transfer.steps, 0, ""
-        folder.mkdir(exist_ok=True)
-        for written in self.training.glob("teacher-????????"):  # what the transformer wrote is not written again
-            if not os.path.lexists(folder / written.name):
-                (folder / written.name).symlink_to(Path("..", self.training.name, written.name))
-        return held_out.measure(self.load(train(config, folder)["model"]))
+        return held_out.measure(self.load(self.train_beside(config, self.control_run)))
+
+    def train_beside(self, config: ConfigDict, folder: Path) -> Path:
+        """Trains another config on the data of this one, in another work directory; returns the path of the model."""
+        folder.mkdir(parents=True, exist_ok=True)
+        # What the transformer wrote, and its damage, are not computed again.
+        for pattern in ("finetune/teacher-????????", "finetune/damage-????????", "curve/*/damage-????????"):
+            for known in self.workdir.glob(pattern):
+                if not os.path.lexists(folder / known.name):
+                    (folder / known.name).symlink_to(os.path.relpath(known, folder))
+        return Path(train(config, folder)["model"])
+
+    def curve(
+        self, held_out: HeldOut, configs: dict[int, ConfigDict], rows: dict[str, dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The points of quality against the size of the state: the transformer, and each number of kept layers."""
+        transformer = self.architecture(self.config.init_from)
+        length = natural_length(transformer)
+        names = [name for name in NOT_CONVERTED if name in rows]
+        points = [point(name, transformer, length, rows[name]["scores"]) for name in names]
+        for kept, config in configs.items():
+            folder, model, measured = self.workdir / "curve" / f"{kept}", self.output, rows["converted"]
+            if config != self.config:
+
+                def train_and_measure(config: ConfigDict = config, folder: Path = folder) -> dict[str, Any]:
+                    return held_out.measure(self.load(self.train_beside(config, folder)))
+
+                title = f"curve: train with {kept} softmax layers"
+                model, measured = folder / "model", self.steps.run(f"curve {kept}", title, train_and_measure)
+            points.append(point(f"{kept} softmax", self.architecture(model), length, measured["scores"]))
+        return {"length": length, "points": points}
+
+    def architecture(self, path: str | Path) -> ModelConfig:
+        """The config of a model directory, with the run's type of activations."""
+        return model_dir.load_config(model_dir.resolve(str(path)), dtype=self.config.model.dtype)
 
     def samples(self, held_out: HeldOut, names: list[str]) -> dict[str, Any]:
         """By model, how the transformer finds the texts that it writes."""
@@ -217,6 +258,18 @@ class Work:
         if self.config.teacher.writes and not self.config.data.valid and not is_pairs(data):
             return "the last twentieth of the texts that the transformer wrote"
         return f"the {split} split of {data}" if split != "all" else data
+
+
+def curve_configs(config: ConfigDict, counts: Sequence[int], architecture: ModelConfig) -> dict[int, ConfigDict]:
+    """By number of layers that keep softmax, the config of the run that keeps so many, the most damaging ones."""
+    most = architecture.layers - 1
+    if wrong := [count for count in counts if not 0 <= count <= most]:
+        raise InputError(f"--curve has {', '.join(map(str, wrong))}: of {most + 1} layers 0 to {most} can be kept")
+    configs = {}
+    for count in sorted(set(counts)):
+        configs[count] = copy.deepcopy(config)
+        configs[count].convert.update(keep=f"auto:{count}" if count else "none", cross_keep="")
+    return configs
 
 
 def recovered(before: float, swapped: float, after: float) -> float | None:
@@ -233,6 +286,7 @@ def summary(report: dict[str, Any], workdir: Path) -> dict[str, Any]:
         "scores": report["scores"],
         "recovered": report["recovered"],
         "samples": report["samples"],
+        "state_curve": report["state_curve"],
         "merged": report["not_merged"] is None,
         "speedup": {str(a["length"]): round(a["seconds"] / b["seconds"], 2) for a, b in pairs},
         "state_bytes": {str(b["length"]): b["state_bytes"] for _, b in pairs},

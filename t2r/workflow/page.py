@@ -11,6 +11,7 @@ from t2r.benchmark.page import decode_plot, describe, figure_svg, speed_table, t
 from t2r.benchmark.plots import RNN, SOFTMAX, log_values
 from t2r.benchmark.steps import DecodeSpeed
 from t2r.evaluation.damage import Damage, bars
+from t2r.workflow.curve import draw, measures_of, words
 
 LABELS = {"perplexity": "perplexity", "bleu": "BLEU", "chrf": "chrF"}  # scores that the table shows, besides recall
 
@@ -30,6 +31,7 @@ def write_report(path: Path, report: dict[str, Any]) -> None:
         *_scores(report),
         *_attentions(report),
         *_decoding(report["decoding"]),
+        *_state_curve(report["state_curve"]),
         *_samples(report["samples"]),
         *_texts(report),
         *_how(report),
@@ -150,6 +152,21 @@ def _decoding(measured: dict[str, Any]) -> list[str]:
         f"<p>From which length on the RNN is faster: {predicted} (predicted from the bytes that a step moves and this "
         f"machine's memory bandwidth), {found} (measured).</p>",
         f"<figure>{decode_plot(transformer, rnn)}</figure>",
+    ]
+
+
+def _state_curve(curve: dict[str, Any] | None) -> list[str]:
+    if curve is None:
+        return []
+    points, length = curve["points"], curve["length"]
+    measures = measures_of(points)
+    rows = [(one["name"], f"{one['state_bytes'] / 2**20:,.2f} MiB", *map(one.get, measures)) for one in points]
+    return [
+        "<h2>Quality against state</h2>",
+        "<p>The same training, with so many layers that keep softmax attention, those that do most damage; the state "
+        f"is that of one sequence of {length:,} tokens.</p>",
+        table(["model", "state", *map(words, measures)], rows),
+        f"<figure>{figure_svg(draw(points, length))}</figure>",
     ]
 
 

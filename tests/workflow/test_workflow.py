@@ -1,5 +1,6 @@
 """convert --finetune: its pieces, and whole conversions that are killed and resumed."""
 
+import html
 import json
 import shutil
 import signal
@@ -13,6 +14,7 @@ import pytest
 
 from conftest import WINDOW, make_model, micro, micro_mt, random_tokens
 from t2r.batch import PADDING, Batch
+from t2r.benchmark.steps import attention_bytes
 from t2r.conversion.swap import swap
 from t2r.data.pairs import number_pairs
 from t2r.data.sources import load_documents
@@ -27,7 +29,7 @@ from t2r.workflow.steps import Steps
 from tests.commands.test_import import with_tokenizer
 from tests.damages import snapshot
 from tests.importers.make_references import FOLDER
-from tests.training.runs import ROOT, environment
+from tests.training.runs import ROOT, environment, train
 
 
 def without_features(model, name: str, heads_and_features: list[tuple[int, int]]):
@@ -119,6 +121,8 @@ def test_the_recipe_follows_the_model_and_its_data():
         (["--set=data.batch=many"], "many"),
         (["--window=-1"], "config.convert.window=-1"),
         (["--lengths=few"], "few"),
+        (["--curve=few"], "--curve=few: give numbers of layers"),
+        (["--curve=0,2,9"], "--curve has 2, 9: of 2 layers 0 to 1 can be kept"),
         (["--workdir={output}"], "two folders that are not in each other"),
         (["--workdir={output}/run"], "two folders that are not in each other"),
         (["--merge"], "--merge changes no attention: leave out --finetune"),
@@ -170,6 +174,11 @@ REPORT = {
     "samples": {name: dict(sample_perplexity=perplexity, sample_repetition=0.0625, sample_loops=0.0, sample_tokens=32.0,
                            greedy_perplexity=1.5, greedy_repetition=0.75, greedy_loops=0.5, greedy_tokens=32.0)
                 for name, perplexity in (("transformer", 2.625), ("converted", 3.375))},
+    "state_curve": {"length": 2048, "points": [
+        dict(name="transformer", state_bytes=2**24, perplexity=2.5, recall_512=1.25),
+        dict(name="0 softmax", state_bytes=2**20, perplexity=3.0, recall_512=2.0),
+        dict(name="1 softmax", state_bytes=2**23, perplexity=2.75, recall_512=1.5),
+    ]},
     "texts": {name: [{"prompt": "Is 1 < 2?", "text": f"<script>alert('{name}')</script>"}]
               for name in ("transformer", "swapped", "converted")},
     "not_merged": "cannot merge:\n  - layer 1: <reason>",
@@ -233,24 +242,69 @@ def test_the_page_shows_what_was_measured_and_escapes_html(tmp_path):
         "12 tokens (predicted",
         "3.375",
         "6.25%",
+        "8.00 MiB",
     ):
         assert text in page.text
     assert "13 tokens (measured)" in page.text and "9999 tokens are left out" in page.text
-    assert [tag for tag, _ in page.seen].count("svg") == 3, "curve, damage, decoding"
+    assert [tag for tag, _ in page.seen].count("svg") == 4, "curve, damage, decoding, state"
     for share, words in [(-0.2, "recovered nothing"), (2.4, "now below the transformer's"), (None, "")]:
         text = gain({"recovered": share})
         assert words in text and "%" not in text
     json.dumps(REPORT)  # the page is made from what report.json holds
 
 
-def test_the_page_renders_in_a_browser(tmp_path):
+# Runs in the page: the size of each element that must be seen, as JSON in its title.
+LOOK = """<script>
+addEventListener("load", () => {
+  const sizes = tag => [...document.querySelectorAll(tag)].map(element => {
+    const {width, height} = element.getBoundingClientRect();
+    return {text: element.textContent, width, height};
+  });
+  const seen = Object.fromEntries(["h1", "h2", "table", "figure > svg", "pre"].map(tag => [tag, sizes(tag)]));
+  const page = document.documentElement;
+  document.title = JSON.stringify({seen, width: page.scrollWidth, window: innerWidth});
+});
+</script>"""
+
+
+def look_at(path: Path, width: int) -> dict:
+    """What a browser shows of a page in a window of this width."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("no Chromium is installed")
-    write_report(tmp_path / "report.html", REPORT)
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"file://{tmp_path}/report.html"]
+    watched = path.with_name("watched.html")
+    watched.write_text(path.read_text("utf-8").replace("</html>", f"{LOOK}</html>"), "utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={width},900"]
+    options += [f"--user-data-dir={path.parent}/profile", "--dump-dom", watched.as_uri()]
     run = subprocess.run([browser, *options], capture_output=True, text=True, timeout=120, check=True)
-    assert "converted into an RNN" in run.stdout and run.stdout.count("<svg") == 3
+    assert ":CONSOLE" not in run.stderr, run.stderr
+    return json.loads(html.unescape(run.stdout.partition("<title>")[2].partition("</title>")[0]))
+
+
+@pytest.mark.parametrize("width", [1100, pytest.param(500, marks=pytest.mark.slow)])
+def test_the_page_is_seen_in_a_browser(width, tmp_path):
+    """All sections, tables and plots, without an error, and without scrolling sideways, also in a narrow window."""
+    write_report(tmp_path / "report.html", REPORT)
+    shown = look_at(tmp_path / "report.html", width)
+    assert shown["width"] <= shown["window"] <= width
+    seen = shown["seen"]
+    assert [element["text"] for element in seen["h2"]] == [
+        "Scores", "Each attention", "Decoding", "Quality against state", "What the models write", "Texts",
+        "How it was made",
+    ]  # fmt: skip
+    assert len(seen["figure > svg"]) == 4 and len(seen["table"]) == 6
+    assert all(plot["width"] > 400 and plot["height"] > 100 for plot in seen["figure > svg"])
+    hidden = {"cannot merge", json.dumps(REPORT["config"], indent=1)[:12]}  # in what a click unfolds
+    for element in (*seen["h1"], *seen["h2"], *seen["table"], *seen["pre"]):
+        if not element["text"].startswith(tuple(hidden)):
+            assert element["width"] > 50 and element["height"] > 15, element
+
+
+@pytest.mark.slow
+def test_an_error_of_a_page_is_noticed(tmp_path):
+    (tmp_path / "page.html").write_text("<html><meta charset=utf-8><script>missing()</script></html>")
+    with pytest.raises(AssertionError, match="CONSOLE"):
+        look_at(tmp_path / "page.html", 500)
 
 
 def command(*arguments):
@@ -351,6 +405,58 @@ def test_a_translation_model_is_converted_and_merged(saved_translator, tmp_path,
     check_page((tmp_path / "rnn.run" / "report.html").read_text("utf-8"))
 
 
+TRANSLATOR = """
+from t2r.training.config import architecture, load_config
+
+def get_config():
+    config = load_config("numbers")
+    config.model = architecture("micro_mt", width=64, feedforward=128)
+    config.data.update(source="tsv:{pairs}", vocab_size=330, length=24, batch_tokens=1024, buckets=1)
+    config.steps, config.label_smoothing, config.average_checkpoints = 100, 0.0, 1
+    config.optimizer.update(schedule="constant", learning_rate=3e-3, warmup_steps=20, clip_norm=1.0)
+    return config
+"""
+
+
+@pytest.mark.slow
+def test_a_translation_model_learns_from_its_own_translations(tmp_path):
+    """The default recipe, whole: a translator of numbers is trained, and converted with what it translates itself."""
+    pairs, config = tmp_path / "pairs.tsv", tmp_path / "config.py"
+    pairs.write_text("\n".join(f"{german}\t{english}" for english, german in number_pairs(1000)[100:]))
+    config.write_text(TRANSLATOR.format(pairs=pairs))
+    trained = train(config, tmp_path / "translator")
+    assert trained.returncode == 0, trained.stderr
+    # What it learns from must be its own translations: the targets that it is given now are of no use.
+    sources = tmp_path / "sources.tsv"
+    sources.write_text("\n".join(f"{line.partition(chr(9))[0]}\tnot read" for line in pairs.read_text().splitlines()))
+    options = [f"--model={tmp_path}/translator/model", f"--output={tmp_path}/rnn", f"--data=tsv:{sources}"]
+    options += [f"--set=data.valid=tsv:{pairs}", "--steps=40", "--keep=auto:1", "--window=4", "--sinks=1"]
+    options += ["--set=data.length=24", "--set=data.batch_tokens=1024", "--set=data.buckets=1", "--lengths=8,16"]
+    result, printed = run([*options, "--set=optimizer.learning_rate=2e-3", "--curve=0,1"])
+    assert "generates 900 texts" in printed
+
+    scores = result["scores"]
+    assert list(scores) == ["transformer", "swapped", "after transfer", "converted"]
+    before, swapped, after = (scores[name]["bleu"] for name in ("transformer", "swapped", "converted"))
+    assert before > 80 and swapped < before - 10 and after > (before + swapped) / 2
+    history = model_dir.load(tmp_path / "rnn").provenance["history"]
+    entry = next(entry for entry in history if entry["action"] == "swap")
+    assert entry["asked"] == {"keep": "auto:1", "cross_keep": "auto:1"}
+    damage = entry["damage"]["scores"]
+    assert list(damage) == ["0.attention", "0.cross", "1.attention", "1.cross"]
+    for field, name in (("keep", "attention"), ("cross_keep", "cross")):
+        assert entry[field] == max("01", key=lambda layer: damage[f"{layer}.{name}"])
+    report = json.loads((tmp_path / "rnn.run/report.json").read_text())
+    for attention in report["attentions"]:
+        kept = entry["keep"] if attention["name"].endswith(".attention") else entry["cross_keep"]
+        assert (attention["attention"] == "softmax") == attention["name"].startswith(f"{kept}.")
+        assert attention["damage"] == damage[attention["name"]]
+    assert [point["name"] for point in report["state_curve"]["points"]] == ["transformer", "0 softmax", "1 softmax"]
+    assert all("bleu" in point for point in report["state_curve"]["points"]) and report["samples"] is None
+    page = check_page(Path(result["report"]).read_text("utf-8"))
+    assert "Quality against state" in page.text and "What the models write" not in page.text
+
+
 @pytest.mark.slow
 def test_a_model_of_another_library_is_imported_once(tmp_path, call):
     """From a Hugging Face directory to an RNN that trained on what the transformer wrote."""
@@ -358,20 +464,30 @@ def test_a_model_of_another_library_is_imported_once(tmp_path, call):
     with_tokenizer(source)
     options = [f"--model={source}", f"--output={tmp_path}/rnn", "--steps=5", "--features=4", "--window=4", "--finetune"]
     options += ["--set=teacher.texts=40", "--set=teacher.length=24", "--set=data.length=24", "--set=data.batch=8"]
-    status, result = call("convert", *options, "--lengths=8", "--control")
+    options += ["--lengths=8", "--control", "--curve=0,1"]
+    status, result = call("convert", *options)
     assert status == 0, result
+    curve, points = result["state_curve"], {point["name"]: point for point in result["state_curve"]["points"]}
+    assert list(points) == ["transformer", "control", "0 softmax", "1 softmax"] and curve["length"] == 2048
+    assert points["0 softmax"].items() >= result["scores"]["converted"].items(), "it is not trained twice"
+    paths = dict(zip(points, ("transformer", "control/model", "finetune/model", "curve/1/model")))
+    for name, path in paths.items():
+        state = model_dir.load(tmp_path / "rnn.run" / path).model.init_state(1, curve["length"])
+        assert points[name]["state_bytes"] == attention_bytes(state)
+    assert sorted(path.name for path in (tmp_path / "rnn.run/curve").iterdir()) == ["1"]
+    assert next((tmp_path / "rnn.run/curve/1").glob("teacher-*")).is_symlink(), "the texts are those of the first run"
     assert "recall_" in "".join(result["scores"]["converted"]) and result["scores"]["control"]["perplexity"] > 1
     history = model_dir.load(tmp_path / "rnn").provenance["history"]
     assert [entry["action"] for entry in history] == ["import", "swap", "train"]
     assert "the texts that the transformer wrote" in (tmp_path / "rnn.run" / "report.html").read_text("utf-8")
     before = snapshot(tmp_path / "rnn.run" / "transformer")
-    assert call("convert", *options, "--lengths=8", "--control") == (0, result)
+    assert call("convert", *options) == (0, result)
     assert snapshot(tmp_path / "rnn.run" / "transformer") == before
 
     elsewhere = shutil.copytree(source, tmp_path / "other")
     status, printed = call("convert", *options, f"--model={elsewhere}")
     assert status == 2 and f"was imported from {source}" in printed
     shutil.rmtree(tmp_path / "rnn")  # it is written again, from the training run
-    status, again = call("convert", *options, "--lengths=8", "--control")
+    status, again = call("convert", *options)
     assert status == 0 and again["scores"] == result["scores"]
     assert model_dir.load(tmp_path / "rnn").provenance["history"] == history
