@@ -83,7 +83,9 @@ def test_the_papers_recipe_has_no_window_and_no_transfer():
         assert config.convert.window > 0 and config.transfer.steps > 0 and config.teacher.soft > 0
         assert paper.convert.window == paper.convert.sinks == paper.transfer.steps == 0
         assert (paper.teacher.soft > 0) == paper.teacher.writes
-        assert (config.convert.features, config.data) == (paper.convert.features, paper.data)
+        translates = variant in ("pairs", "distilled")
+        assert (paper.convert.features, paper.convert.cross_features) == ((4, 32) if translates else (32, 0))
+        assert paper.data.to_dict() == {**config.data, "repeat": 0}
 
 
 def program_key(variant):

@@ -40,23 +40,30 @@ def written_tokens(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> t
     plan = config.teacher
     prompts = [line for line in read_text(Path(plan.prompts)).splitlines() if line.strip()] if plan.prompts else [""]
     encoded_prompts = [prompt_ids(tokenizer, tokenizer.encode(prompt)) for prompt in prompts]
-    closing = tokenizer.encode_document("")
 
     def write(model: LanguageModel, first: int, count: int) -> Sequences:
         batch = [encoded_prompts[number % len(encoded_prompts)] for number in range(first, first + count)]
-        generation = prefill(model, batch, plan.length, seed=_seed(config, first))
+        generation, segments = prefill(model, batch, plan.length, seed=_seed(config, first)), []
         _, outputs = generate_tokens(
-            model, generation, plan.length, end=stop_ids(tokenizer), sampling=_sampling(config)
+            model,
+            generation,
+            plan.length,
+            end=stop_ids(tokenizer),
+            sampling=_sampling(config),
+            on_tokens=segments.append,
         )
         texts = []
-        for prompt, ids in zip(batch, outputs):
+        for prompt, ids, generated in zip(batch, outputs, np.concatenate(segments, 1).tolist()):
             text = [*(prompt[1:] if prompt[0] == tokenizer.end else prompt), *ids]
-            # A text that reached the length limit has not ended: it gets only the separator from the next text.
-            texts.append([*text, *(closing if len(ids) < plan.length else closing[-1:])])
+            # The stop token that the teacher chose, then the separator from the next text, which may be that token. A
+            # text that reached the length limit has not ended.
+            stop = generated[len(ids)] if len(ids) < plan.length else tokenizer.end
+            texts.append([*text, *([] if stop == tokenizer.end else [stop]), tokenizer.end])
         return texts
 
     def show(texts: Sequences) -> list[str]:
-        return [tokenizer.decode(text[: -len(closing)]) for text in texts]
+        stops = {*stop_ids(tokenizer), tokenizer.end}
+        return [tokenizer.decode([i for i in text if i not in stops]) for text in texts]
 
     return read_ids(_written(config, workdir, f"{prompts}", plan.texts, write, show) / "texts")
 

@@ -76,6 +76,20 @@ def test_a_language_model_generates_training_texts(models, tmp_path, tokenizer, 
     assert sample.read_text().startswith("The quick fox") and not list(tmp_path.glob("teacher-parts*"))
 
 
+def test_a_text_ends_with_the_stop_token_that_the_teacher_chose(models, tmp_path, tokenizer, monkeypatch):
+    stops = (tokenizer.end, *range(10, tokenizer.vocab_size, 3))
+    monkeypatch.setattr(teacher, "stop_ids", lambda _: stops)
+    config = make_config(models / "lm")
+    ids, ends = teacher.written_tokens(config, tmp_path, tokenizer)
+    texts, chosen = [text.tolist() for text in np.split(ids, ends[:-1])], []
+    for text in texts:
+        before = [i for i in text[:-1] if i in stops]
+        assert text[-1] == tokenizer.end and before in ([], text[-2:-1])
+        assert len(text) <= config.teacher.length + 1
+        chosen += before
+    assert len(set(chosen)) > 3
+
+
 @pytest.mark.slow
 def test_a_translation_model_translates_the_sources_of_a_corpus(models, tmp_path):
     """Equal to greedy `translate`; the targets of the corpus are not read, and duplicate sources are removed."""
