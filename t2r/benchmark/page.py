@@ -22,7 +22,8 @@ th, td { padding: .3rem .9rem; border-bottom: 1px solid #8884; text-align: right
 th:first-child, td:first-child { text-align: left; }
 figure { margin: 1.5rem 0; background: white; border-radius: 6px; padding: .5rem; }
 figure svg { display: block; max-width: 100%; height: auto; margin: auto; }
-pre { white-space: pre-wrap; background: #8881; padding: .8rem; border-radius: 6px; max-height: 14rem; overflow: auto; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14rem; overflow: auto; }
+pre { background: #8881; padding: .8rem; border-radius: 6px; }
 small { opacity: .75; }
 .beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: 0 1rem; }
 """

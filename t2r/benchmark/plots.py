@@ -14,6 +14,7 @@ COLORS = {
     "transformer": SOFTMAX, "t2r": RNN, "t2r_75": "#cc79a7", "t2r_unmerged": "#56b4e9", "elu": "#009e73",
     "rfa": "#e69f00", "softmax": SOFTMAX, "chunked": "#009e73",
 }  # fmt: skip
+LOG_FROM = 3  # the largest value over the least from which an axis of values is logarithmic
 MARKERS = "osD^vP*X"
 DASHED = ("_dropout", "_plain")  # a name with one of these suffixes has the colour of the name without it, dashed
 
@@ -83,6 +84,12 @@ def log_axes(axes, lengths: Sequence[int]) -> None:
     axes.set(xscale="log")
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     log_values(axes)
+
+
+def value_axis(axes, values: Sequence[float]) -> None:
+    """A y-axis for these values: logarithmic if they span more than a factor of three, which has enough ticks then."""
+    if min(values) > 0 and max(values) > LOG_FROM * min(values):
+        log_values(axes)
 
 
 def log_values(axes) -> None:

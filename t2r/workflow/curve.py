@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from t2r.benchmark.plots import RNN, SOFTMAX, log_values, styled
+from t2r.benchmark.plots import RNN, SOFTMAX, styled, value_axis
 from t2r.errors import raise_all
 from t2r.files import read_json
 from t2r.model.config import ModelConfig
@@ -20,7 +20,6 @@ NOT_CONVERTED = ("transformer", "control")  # names of models that are drawn in 
 BETTER = {"perplexity": "lower", "recall": "lower", "bleu": "higher"}  # by the first word of a measure
 DESCRIBES = ("name", "state_bytes", "model")  # fields of a point that are no scores
 HIDDEN = ("chrf", "sentences")  # scores of a conversion that have no plot of their own
-LOG_FROM = 3  # values whose largest is so many times their least are drawn on a logarithmic axis
 
 
 def point(name: str, config: ModelConfig, length: int, scores: dict[str, float]) -> dict[str, Any]:
@@ -72,9 +71,7 @@ def _draw_measure(axes: Axes, measure: str, points: list[dict[str, Any]]) -> Non
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.3g}"))
-    values = [value for *_, value in places]
-    if min(values) > 0 and max(values) > LOG_FROM * min(values):
-        log_values(axes)
+    value_axis(axes, [value for *_, value in places])
     axes.minorticks_off()
     axes.margins(0.2)  # for the names
 

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from t2r.benchmark.page import decode_plot, describe, figure_svg, speed_table, table, write_page
-from t2r.benchmark.plots import RNN, SOFTMAX, log_values
+from t2r.benchmark.plots import RNN, SOFTMAX, log_values, value_axis
 from t2r.benchmark.steps import DecodeSpeed
 from t2r.evaluation.damage import Damage, bars
 from t2r.workflow.curve import draw, measures_of, words
@@ -98,10 +98,11 @@ def _curve(report: dict[str, Any]) -> str:
     """SVG: perplexity of the held-out data during training."""
     figure = Figure(figsize=(10, 3.2))
     axes, curve = figure.subplots(), {int(step): value for step, value in report["curve"].items()}
+    before = report["scores"]["transformer"]["perplexity"]
     axes.plot(curve.keys(), curve.values(), "o-", color=RNN, label="RNN")
-    axes.axhline(report["scores"]["transformer"]["perplexity"], color=SOFTMAX, linestyle="--", label="transformer")
+    axes.axhline(before, color=SOFTMAX, linestyle="--", label="transformer")
     axes.set(xlabel="step", ylabel="perplexity")
-    log_values(axes)
+    value_axis(axes, [before, *curve.values()])
     axes.legend()
     return figure_svg(figure)
 

@@ -179,7 +179,7 @@ REPORT = {
         dict(name="0 softmax", state_bytes=2**20, perplexity=3.0, recall_512=2.0),
         dict(name="1 softmax", state_bytes=2**23, perplexity=2.75, recall_512=1.5),
     ]},
-    "texts": {name: [{"prompt": "Is 1 < 2?", "text": f"<script>alert('{name}')</script>"}]
+    "texts": {name: [{"prompt": "Is 1 < 2?", "text": f"<script>alert('{name}')</script>" + 90 * "x"}]
               for name in ("transformer", "swapped", "converted")},
     "not_merged": "cannot merge:\n  - layer 1: <reason>",
     "parameters": 1234,
@@ -258,7 +258,7 @@ LOOK = """<script>
 addEventListener("load", () => {
   const sizes = tag => [...document.querySelectorAll(tag)].map(element => {
     const {width, height} = element.getBoundingClientRect();
-    return {text: element.textContent, width, height};
+    return {text: element.textContent, width, height, cut: element.scrollWidth > element.clientWidth};
   });
   const seen = Object.fromEntries(["h1", "h2", "table", "figure > svg", "pre"].map(tag => [tag, sizes(tag)]));
   const page = document.documentElement;
@@ -294,6 +294,7 @@ def test_the_page_is_seen_in_a_browser(width, tmp_path):
     ]  # fmt: skip
     assert len(seen["figure > svg"]) == 4 and len(seen["table"]) == 6
     assert all(plot["width"] > 400 and plot["height"] > 100 for plot in seen["figure > svg"])
+    assert not any(text["cut"] for text in seen["pre"]), "long words are broken"
     hidden = {"cannot merge", json.dumps(REPORT["config"], indent=1)[:12]}  # in what a click unfolds
     for element in (*seen["h1"], *seen["h2"], *seen["table"], *seen["pre"]):
         if not element["text"].startswith(tuple(hidden)):
