@@ -28,8 +28,9 @@ from t2r.kernels.decoding.layer_kernels import (
     linear_step,
     normed_product,
 )
+from t2r.kernels.decoding.matrices import Matrix, fold_norm, matrix_of
 from t2r.kernels.decoding.support import cross_attention
-from t2r.kernels.decoding.tiles import Matrix, PackedMatrix, pack
+from t2r.kernels.decoding.tiles import PackedMatrix, pack
 
 MOST_ELEMENTS = 2**31  # of an array: Triton's indices are 32-bit integers
 
@@ -199,29 +200,23 @@ def layer_matrices(block: Any, pending_norm: Any = None) -> LayerMatrices:
     """
     attention, cross, feedforward = block.attention, cross_attention(block), block.feedforward
     width = attention.shape.width
-    projections = [_matrix(linear, width) for linear in (attention.query, attention.key, attention.value)]
+    projections = [matrix_of(linear, width) for linear in (attention.query, attention.key, attention.value)]
     qkv = Matrix(*(jnp.concatenate(arrays) for arrays in zip(*projections)))
     norms = [block.attention_norm, *([] if cross is None else [block.cross_norm]), block.feedforward_norm]
     if block.norm_placement == "after":
         norms = [pending_norm, *norms[:-1]]
     return LayerMatrices(
-        _fold_norm(norms[0], qkv),
-        _matrix(attention.out, -1, width),
-        _fold_norm(norms[-1], _matrix(feedforward.up, width)),
-        _matrix(feedforward.down, -1, width),
-        None if cross is None else _fold_norm(norms[1], _matrix(cross.query, width)),
-        None if cross is None else _matrix(cross.out, -1, width),
+        fold_norm(norms[0], qkv),
+        matrix_of(attention.out, -1, width),
+        fold_norm(norms[-1], matrix_of(feedforward.up, width)),
+        matrix_of(feedforward.down, -1, width),
+        None if cross is None else fold_norm(norms[1], matrix_of(cross.query, width)),
+        None if cross is None else matrix_of(cross.out, -1, width),
     )
 
 
 def _is_matrix(x: Any) -> bool:
     return isinstance(x, Matrix)
-
-
-def _matrix(linear: Any, inputs: int, outputs: int = -1) -> Matrix:
-    """A linear layer's kernel as (outputs, inputs), with its heads flattened, and its bias."""
-    weights = linear.kernel[...].reshape(inputs, outputs).T
-    return Matrix(weights, jnp.zeros(len(weights)) if linear.bias is None else linear.bias[...].reshape(-1))
 
 
 def _vocabulary_matrix(embedding: Any) -> Matrix:
@@ -230,11 +225,3 @@ def _vocabulary_matrix(embedding: Any) -> Matrix:
     bias = jnp.zeros(len(weights)) if embedding.bias is None else embedding.bias[...]
     padding = (0, -len(weights) % tiles.MOST_OUTPUTS_PER_TILE)
     return Matrix(jnp.pad(weights, [padding, (0, 0)]), jnp.pad(bias, padding, constant_values=-jnp.inf))
-
-
-def _fold_norm(norm: Any, matrix: Matrix) -> Matrix:
-    """Folds the norm's scale and bias into the matrix; the identity if there is no norm."""
-    if norm is None:
-        return matrix
-    bias = matrix.bias if norm.bias is None else matrix.bias + matrix.weights @ norm.bias[...]
-    return Matrix(matrix.weights * norm.scale[...], bias)

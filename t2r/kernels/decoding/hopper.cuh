@@ -1,4 +1,4 @@
-// The GPU instructions that one_kernel.cu uses, one or two to a function: NVIDIA, compute capability 9.0 and later.
+// The GPU instructions that one_kernel.cu and all_layers.cu use, one or two to a function: NVIDIA, compute capability 9.0 and later.
 
 typedef unsigned u32;
 typedef unsigned long long u64;
@@ -20,10 +20,23 @@ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// A barrier of the first COUNT threads, or of as many in whole warps, that call it.
+template <int ID, int COUNT>
+void sync_threads() {
+  __syncwarp();
+  asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
+}
+
+u32 read_clock() {
+  u32 cycles;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles)::"memory");
+  return cycles;
+}
+
 // Barriers in shared memory that count bytes (mbarrier). A phase ends when all bytes expected in it have arrived.
 
-void init_barrier(u64* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+void init_barrier(u64* barrier, u32 arrivals = 1) {  // of `expect_bytes` or `arrive`, in each phase
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
 void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
@@ -31,6 +44,10 @@ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" 
 void expect_bytes(u64* barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+void arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 #define WAIT(scope)                                                                                                \

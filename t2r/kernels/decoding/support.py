@@ -24,6 +24,12 @@ ONE_KERNEL_SIZES = (1024, 8, 128, 4096)  # width, heads, head_dim, feedforward o
 ONE_KERNEL_LAYERS = 64  # at most; each adds four pointers to the kernel's parameters
 
 
+# The kernel of all layers for many architectures, `all_layers.cu`; also in clusters of RANKS blocks.
+ALL_LAYERS_CLUSTERS = 15
+ALL_LAYERS_THREADS = 320
+ALL_LAYERS_SEQUENCES = 32  # in a batch, at most
+
+
 def cross_attention(block: Any) -> Any:
     """A decoder layer's attention over the source; None if it has none."""
     return getattr(block, "cross", None)

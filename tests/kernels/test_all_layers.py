@@ -1,0 +1,79 @@
+"""The kernel of all layers for many architectures, on a CPU that emulates a GPU's threads, against the model's step."""
+
+import dataclasses
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from t2r.kernels.decoding import all_layers, cuda
+from t2r.model.config import AttentionSpec
+from t2r.model.parameters import arrays_of, with_arrays
+from tests.conftest import error, make_model, micro, random_tokens
+from tests.kernels.emulation import emulate
+
+T2R = AttentionSpec("linear", "t2r", 16)
+MERGED = AttentionSpec("merged", "t2r", 16)
+WINDOWED = AttentionSpec("windowed", "t2r", 16, window=3, sinks=1)
+SOFTMAX = AttentionSpec()
+LLAMA = dict(
+    norm="rms", activation="swish", gated=True, bias=False, positions="rotary", heads=6, kv_heads=2, head_dim=16,
+    width=48, feedforward=100, layers=2, adaptive_cutoffs=(), final_norm=False,
+)  # fmt: skip
+PAPER = dict(heads=2, head_dim=32, width=64, feedforward=128, layers=2, adaptive_cutoffs=(), final_norm=False)
+CASES = {  # fields of the model, batch, clusters, ranks
+    "llama": (dict(LLAMA, attention=(T2R,)), 5, 3, 2),
+    "one sequence": (dict(LLAMA, attention=(T2R,)), 1, 2, 4),
+    "many sequences": (dict(LLAMA, attention=(T2R,)), 19, 2, 2),
+    "more heads than clusters": (dict(LLAMA, kv_heads=6, attention=(T2R, WINDOWED)), 3, 2, 2),
+    "window": (dict(LLAMA, attention=(WINDOWED,)), 5, 3, 2),
+    "hybrid": (dict(LLAMA, attention=(T2R, SOFTMAX, WINDOWED), layers=3), 5, 3, 2),
+    "softmax, ranks share sequences": (dict(LLAMA, attention=(SOFTMAX, WINDOWED)), 3, 5, 4),
+    "query norm": (dict(LLAMA, query_norm=True, attention=(T2R,), rope_size=8), 2, 2, 2),
+    "two rotary bases": (dict(LLAMA, attention=(T2R, dataclasses.replace(T2R, rope_theta=100.0))), 2, 2, 2),
+    "paper": (dict(PAPER, attention=(MERGED,)), 16, 3, 2),
+    "paper, 75%": (dict(PAPER, attention=(MERGED, SOFTMAX)), 4, 2, 2),
+    "norms after": (dict(PAPER, norm_placement="after", attention=(MERGED, T2R), activation="gelu"), 4, 2, 2),
+    "gated GELU": (dict(PAPER, gated=True, activation="gelu_exact", attention=(T2R,)), 4, 2, 2),
+}  # fmt: skip
+needs_nvrtc = pytest.mark.skipif(cuda.nvrtc() is None, reason="needs NVRTC (nvidia-cuda-nvrtc)")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_equals_the_models_step(case, tmp_path):
+    """For a batch of which one sequence has ended, after prompts longer than the window."""
+    fields, batch, clusters, ranks = CASES[case]
+    model = make_model(micro(**fields))
+    half = with_arrays(make_model(micro(**fields, dtype="bfloat16")), arrays_of(model))
+    tokens = random_tokens(batch, 7)
+    mask = jnp.arange(7) >= (jnp.arange(batch) % 4)[:, None]
+    _, state = half(tokens, state=half.init_state(batch, 12), mask=mask)
+    as_float = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, state)
+    active = (jnp.arange(batch) != 1)[:, None]
+    positions = state.position + active[:, 0] - 1
+    hidden, expected = model(tokens[:, :1], state=as_float, mask=active)
+    x = model.embed(tokens[:, :1], positions[:, None])[:, 0]
+    out, states = run_emulated(tmp_path, model, x, state.layers, active[:, 0], positions, clusters, ranks)
+    if model.config.norm_placement == "after":
+        out = model.blocks[-1].feedforward_norm(jnp.asarray(out))
+    rows = np.flatnonzero(active)
+    assert error(out[rows] - x[rows], hidden[rows, 0] - x[rows]) < 0.01  # the kernel's matrices are in bfloat16
+    for actual, wanted in zip(states, expected.layers):
+        assert type(actual) is type(wanted)
+        assert error(actual, wanted) < 0.01
+
+
+def run_emulated(folder, model, x, states, keep, positions, clusters, ranks):
+    """The results of the kernel on an emulated GPU with little shared memory, so that the ring of weights is small."""
+    grid, batch = all_layers.Grid(clusters, ranks, 160 * 1024), len(x)
+    macros = all_layers.definitions(model, states, batch, grid)
+    layers = all_layers.pack(model, batch, grid)
+    arguments = all_layers.arguments(x, layers, states, keep, positions, model, grid)
+    updated = emulate(folder, all_layers.source("all_layers.cu"), macros, *arguments, grid.blocks)
+    out, new_states, _ = all_layers.results(updated, x.shape, states)
+    return out, new_states
