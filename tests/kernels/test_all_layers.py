@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from t2r.kernels.decoding import all_layers, cuda
 from t2r.model.config import AttentionSpec

@@ -67,7 +67,7 @@ def test_the_papers_model_lowers_for_gpus():
 
     def step(arrays):
         model = nnx.merge(graph, arrays)
-        fast = fused.FusedModel(model, fused.pack_model(model, as_one=True))
+        fast = fused.FusedModel(model, fused.pack_model(model, "one"))
         return fast(jnp.zeros((16, 1), jnp.int32), state=model.init_state(16, 8), mask=jnp.ones((16, 1), bool))
 
     text = jax.jit(step).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()

@@ -173,7 +173,7 @@ def pack(model: Any, batch: int, grid: Grid = Grid()) -> PackedLayers:
 
 
 def layer_matrices(block: Any, sizes: Sizes, stream_norm: Any) -> LayerMatrices:
-    """A layer's matrices, with norms folded in; `stream_norm` is the norm after the layer before, if norms are after."""
+    """A layer's matrices, with norms folded in; `stream_norm` is the norm after the layer before, where norms are."""
     attention, feedforward, width = block.attention, block.feedforward, sizes.width
     norms = block.attention_norm, block.feedforward_norm
     if block.norm_placement == "after":
@@ -236,55 +236,75 @@ def block_tiles(sizes: Sizes, kind: str, cluster: int, rank: int) -> Iterator[In
     yield from passes(first_down + stream * unit_steps, cluster_steps, WARPS)
 
 
-def passes(
-    rows: Int[np.ndarray, "n"], steps: Int[np.ndarray, "k"], size: int
-) -> Iterator[Int[np.ndarray, "tiles"]]:
+def passes(rows: Int[np.ndarray, "n"], steps: Int[np.ndarray, "k"], size: int) -> Iterator[Int[np.ndarray, "tiles"]]:
     """Tiles at `rows` (each the number of its first) and `steps`: `size` rows at once, step by step."""
     for first in range(0, len(rows), size):
         yield (rows[first : first + size] + steps[:, None]).reshape(-1)
 
 
-def pack_vectors(
-    block: Any, matrices: LayerMatrices, sizes: Sizes, stream_norm: Any
-) -> Float[Array, "blocks size"]:
+def pack_vectors(block: Any, matrices: LayerMatrices, sizes: Sizes, stream_norm: Any) -> Float[Array, "blocks size"]:
     """The struct `Vectors` of all_layers.cu for each block."""
-    attention, kind, ranks = block.attention, block.attention.kind, sizes.grid.ranks
-    qkv_sums, up_sums = (matrix.weights.sum(1, dtype=jnp.float32) for matrix in (matrices.qkv, matrices.up))
-    qkv_tiles, stream_tiles = sizes.qkv(kind) // TILE, sizes.width // TILE
-    most_qkv, most_stream = sizes.most(sizes.qkv_most // TILE), sizes.most(stream_tiles)
-    by_head = [head_vectors(attention, sizes, head) for head in range(sizes.kv_heads)]
-    after = block.norm_placement == "after"
-    residuals = []
-    for matrix, norm in ((matrices.out, stream_norm), (matrices.down, block.attention_norm)):
-        scale, bias = jnp.ones(sizes.width), jnp.zeros(sizes.width)
-        if after and norm is not None:
-            scale = norm.scale[...]
-            bias = bias if getattr(norm, "bias", None) is None else norm.bias[...]
-        residuals.append((matrix.bias, scale, bias))
+    sources = vector_sources(block, matrices, sizes, stream_norm)
+    lengths = tuple((name, len(vector)) for name, vector in sources.items())
+    order = vector_order(sizes, block.attention.kind, lengths, block.norm_placement == "after")
+    return jnp.concatenate([vector.astype(jnp.float32) for vector in sources.values()])[order]
 
-    def of_tiles(vector: Array, tiles: np.ndarray, most: int) -> Array:
-        tiles_of_vector = vector.reshape(-1, TILE).astype(jnp.float32)[np.asarray(tiles, int)]
-        return jnp.pad(tiles_of_vector, [(0, most - len(tiles)), (0, 0)]).reshape(-1)
+
+def vector_sources(block: Any, matrices: LayerMatrices, sizes: Sizes, stream_norm: Any) -> dict[str, Array]:
+    """The vectors of a layer, whole."""
+    heads = [head_vectors(block.attention, sizes, head) for head in range(sizes.kv_heads)]
+    sources = dict(zero=jnp.zeros(1), heads=jnp.concatenate(heads))
+    for name in ("qkv", "up"):
+        matrix = getattr(matrices, name)
+        sources |= {f"{name}_sums": matrix.weights.sum(1, dtype=jnp.float32), f"{name}_bias": matrix.bias}
+    for name, norm in (("out", stream_norm), ("down", block.attention_norm)):
+        scale, bias = jnp.ones(sizes.width), jnp.zeros(sizes.width)
+        if norm is not None:
+            scale, bias = norm.scale[...], bias if getattr(norm, "bias", None) is None else norm.bias[...]
+        sources |= {f"{name}_bias": getattr(matrices, name).bias, f"{name}_norm": scale, f"{name}_norm_bias": bias}
+    return sources
+
+
+@functools.lru_cache(maxsize=16)
+def vector_order(
+    sizes: Sizes, kind: str, lengths: tuple[tuple[str, int], ...], norms_after: bool
+) -> Int[np.ndarray, "blocks size"]:
+    """Where each value of the struct `Vectors` of each block is in the concatenation of `vector_sources`."""
+    starts = dict(zip((name for name, _ in lengths), np.cumsum([0] + [length for _, length in lengths])))
+    head_size = dict(lengths)["heads"] // sizes.kv_heads
+    qkv_tiles, stream_tiles = sizes.qkv(kind) // TILE, sizes.width // TILE
+    most_qkv, most_stream, ranks = sizes.most(sizes.qkv_most // TILE), sizes.most(stream_tiles), sizes.grid.ranks
+
+    def padding(count: int) -> np.ndarray:
+        return np.zeros(count, int)  # the source of zeros is first
+
+    def of_tiles(name: str, tiles: np.ndarray, most: int) -> np.ndarray:
+        own = starts[name] + (tiles[:, None] * TILE + np.arange(TILE)).reshape(-1)
+        return np.concatenate([own, padding((most - len(tiles)) * TILE)])
 
     rows = []
     for cluster in range(sizes.grid.clusters):
-        count, before = sizes.up_tiles[cluster], sum(sizes.up_tiles[:cluster]) * ranks
+        count, before, heads = (
+            sizes.up_tiles[cluster],
+            sum(sizes.up_tiles[:cluster]) * ranks,
+            sizes.heads(kind, cluster),
+        )
         for rank in range(ranks):
-            parts, heads = [], sizes.heads(kind, cluster)
+            parts = []
             for head in heads:
                 own = head * qkv_tiles + sizes.dealt(qkv_tiles, rank)
-                parts += [of_tiles(x, own, most_qkv) for x in (qkv_sums, matrices.qkv.bias)] + [by_head[head]]
-            missing = (sizes.most_heads - len(heads)) * (2 * most_qkv * TILE + len(by_head[0]))
-            parts.append(jnp.zeros(missing))
+                parts += [of_tiles(name, own, most_qkv) for name in ("qkv_sums", "qkv_bias")]
+                parts.append(starts["heads"] + head * head_size + np.arange(head_size))
+            parts.append(padding((sizes.most_heads - len(heads)) * (2 * most_qkv * TILE + head_size)))
             own = before + rank * count + np.arange(count)
-            parts += [of_tiles(x, own, max(sizes.up_tiles)) for x in (up_sums, matrices.up.bias)]
-            for bias, scale, norm_bias in residuals:
-                stream = sizes.dealt(stream_tiles, rank)
-                parts.append(of_tiles(bias, stream, most_stream))
-                for x in (scale, norm_bias):
-                    parts += [of_tiles(x, stream, most_stream)] * after + [jnp.zeros(4)]
-            rows.append(jnp.concatenate(parts))
-    return jnp.stack(rows)
+            parts += [of_tiles(name, own, max(sizes.up_tiles)) for name in ("up_sums", "up_bias")]
+            stream = sizes.dealt(stream_tiles, rank)
+            for name in ("out", "down"):
+                parts.append(of_tiles(f"{name}_bias", stream, most_stream))
+                for vector in (f"{name}_norm", f"{name}_norm_bias"):
+                    parts += [of_tiles(vector, stream, most_stream)] * norms_after + [padding(4)]
+            rows.append(np.concatenate(parts))
+    return np.stack(rows)
 
 
 def head_vectors(attention: Any, sizes: Sizes, head: int) -> Float[Array, "n"]:
@@ -381,7 +401,7 @@ def arguments(
 def results(
     updated: Sequence[Array | np.ndarray], shape: tuple[int, ...], states: tuple[Any, ...], *, clocks: bool = False
 ) -> tuple[Array | np.ndarray, tuple[Any, ...], Array | None]:
-    """The residual stream, of this shape, the new states, and the times, from the arrays that the kernel has updated."""
+    """The residual stream, of this shape, the new states, and the times, from the arrays that the kernel updates."""
     work, *arrays = updated
     (batch, width), rows = shape, -(-shape[0] // 16) * 16
     first = 2 * len(states) % 3 * rows * width

@@ -3,9 +3,9 @@
 A decoding step is small. As plain JAX it is some fifteen kernels for each layer, most of which take longer to launch
 than to run. `layer_kernels` fuses them: a norm and the product after it are one kernel, a product and its addition to
 the residual stream another, and the recurrent step between them a third. `one_kernel` computes all layers at once, for
-models that it supports; then only the kernels of the vocabulary remain.
+the paper's language model; then only the kernels of the vocabulary remain. `all_layers` does so for many architectures.
 
-They are for models that gain most: norms before or after, plain feed-forwards, and softmax or merged T2R attention
+The kernels of each layer are for norms before or after, plain feed-forwards, and softmax or merged T2R attention
 without rotary positions. The result equals the model's own step, which is the one to read.
 
 A norm is part of the product that reads it. With norms after, a layer's sum is stored without its norm, which is then
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from t2r.kernels.decoding import one_kernel, tiles
+from t2r.kernels.decoding import all_layers, one_kernel, tiles
 from t2r.kernels.decoding.layer_kernels import (
     ResidualStream,
     added_product,
@@ -49,12 +49,14 @@ class LayerMatrices(NamedTuple):
 class PackedModel(NamedTuple):
     """A model's matrices, in the layout that the kernels read."""
 
-    layers: tuple[LayerMatrices, ...] | one_kernel.PackedLayers
+    layers: tuple[LayerMatrices, ...] | one_kernel.PackedLayers | all_layers.PackedLayers
     vocabulary: PackedMatrix | None  # None: the model's own embedding computes the greedy token
 
 
-def pack_model(model: Any, *, as_one: bool = False) -> PackedModel:
-    """A copy of the weights that a step reads, packed for the kernels of each layer; `as_one`: for `one_kernel`."""
+def pack_model(model: Any, kernels: str = "layers", batch: int = 1) -> PackedModel:
+    """A copy of the weights that a step reads, for the kernels that `support.choice` names and batches of this size."""
+    if kernels == "all":
+        return PackedModel(all_layers.pack(model, batch), None)
     dtype, config = jnp.dtype(model.config.dtype), model.config
     has_kernel = not config.adaptive_cutoffs and config.vocab_size * config.width < MOST_ELEMENTS
     vocabulary = pack(_vocabulary_matrix(model.embedding), dtype) if has_kernel else None
@@ -62,7 +64,7 @@ def pack_model(model: Any, *, as_one: bool = False) -> PackedModel:
     for block in model.blocks:
         layers.append(layer_matrices(block, pending_norm))
         pending_norm = block.feedforward_norm
-    if as_one:
+    if kernels == "one":
         features = model.blocks[0].attention.key.kernel.shape[2]
         return PackedModel(one_kernel.pack([layer[:4] for layer in layers], config.heads, features), vocabulary)
     packed = (jax.tree.map(lambda x: pack(x, dtype), layer, is_leaf=_is_matrix) for layer in layers)
@@ -79,14 +81,20 @@ class FusedModel:
         """Equals the model's own call, for one token of each sequence."""
         model, norm = self._model, self._model.final_norm
         x = model.embed(tokens, state.position[:, None] + mask - 1)[:, 0]
-        is_one_kernel = isinstance(self._packed.layers, one_kernel.PackedLayers)
-        x, layer_states = (self._by_one_kernel if is_one_kernel else self._by_layers)(x, state, mask)
+        by_kernels = {one_kernel.PackedLayers: self._by_one_kernel, all_layers.PackedLayers: self._by_all_layers}
+        x, layer_states = by_kernels.get(type(self._packed.layers), self._by_layers)(x, state, mask)
         x = x if norm is None else norm(x)
         return x[:, None], state._replace(layers=layer_states, position=state.position + mask[:, 0])
 
     def _by_one_kernel(self, x: Array, state: Any, mask: Array) -> tuple[Array, tuple[Any, ...]]:
         config, normalizer = self._model.config, self._model.blocks[0].attention.normalizer
         out, layer_states = one_kernel.run(x, self._packed.layers, state.layers, mask[:, 0], config, normalizer)
+        return out.astype(x.dtype), layer_states
+
+    def _by_all_layers(self, x: Array, state: Any, mask: Array) -> tuple[Array, tuple[Any, ...]]:
+        positions = state.position + mask[:, 0] - 1
+        out, layer_states, _ = all_layers.run(x, self._packed.layers, state.layers, mask[:, 0], positions, self._model)
+        out = self._model.blocks[-1].feedforward_norm(out) if self._norms_after else out
         return out.astype(x.dtype), layer_states
 
     def _by_layers(self, x: Array, state: Any, mask: Array) -> tuple[Array, tuple[Any, ...]]:

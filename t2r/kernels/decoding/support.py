@@ -82,6 +82,44 @@ def suits_one_kernel(model: Any) -> bool:
     return sizes == ONE_KERNEL_SIZES and config.layers <= ONE_KERNEL_LAYERS
 
 
+def suits_all_layers(model: Any) -> bool:
+    """Whether the kernel of all layers for many architectures can compute this model's layers."""
+    config, attentions, specs = model.config, [block.attention for block in model.blocks], model.config.attention
+    states = [spec for spec in specs if spec.kind != "softmax"]
+    sizes = {spec.features for spec in states}
+    windows = {(spec.window, spec.sinks) for spec in specs if spec.kind == "windowed"}
+    rotated = {len(a.shape.rotary.frequencies(config.head_dim)) for a in attentions if a.shape.rotary is not None}
+    return (
+        config.norm_placement in ("before", "after")
+        and not (config.encoder_layers or config.parallel or (config.query_norm and config.query_norm_heads))
+        and all(spec.feature_map == "t2r" for spec in states)
+        and not any(spec.window for spec in specs if spec.kind == "softmax")
+        and max(map(len, (sizes, windows, rotated))) <= 1
+        and all(size % 16 == 0 for size in (config.width, config.head_dim, *sizes))
+        and config.head_dim <= 256
+        and config.layers <= ONE_KERNEL_LAYERS
+    )
+
+
+def all_layers_available(model: Any, batch: int, device: Device | None = None) -> bool:
+    """Whether the kernel of all layers for many architectures runs this model: on an H100 or H200, in bfloat16."""
+    config, device = model.config, device or this_device()
+    if batch > ALL_LAYERS_SEQUENCES or config.dtype != "bfloat16" or not suits_all_layers(model):
+        return False
+    if not gpu_has_kernels(config.kernels, device) or device.capability != HOPPER or not is_one_device():
+        return False
+    return cuda.clusters_at_once(RANKS, ALL_LAYERS_THREADS, SHARED_MEMORY) >= ALL_LAYERS_CLUSTERS
+
+
+def choice(model: Any, batch: int) -> str | None:
+    """The decoding kernels for a model: "one" or "all", one kernel of all layers; "layers", some for each; None."""
+    if available(model, batch):
+        if one_kernel_available(model, batch):
+            return "one"
+        return "layers"
+    return "all" if all_layers_available(model, batch) else None
+
+
 def one_kernel_available(model: Any, batch: int) -> bool:
     """Whether the kernel of all layers runs a model for which `available` is true: on an H100 or H200."""
     if batch > ONE_KERNEL_SEQUENCES or not suits_one_kernel(model) or this_device().capability != HOPPER:
