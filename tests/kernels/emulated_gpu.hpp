@@ -163,6 +163,15 @@ inline void wait_for_sends(u64* barrier, u32 parity) {
 }
 inline void wait_for_loads(u64* barrier, u32 parity) { wait_for_sends(barrier, parity); }
 
+inline bool has_ended(u64* barrier, u32 parity) { return emulated(barrier).phase != parity; }
+
+inline void change(u32* number) { ++*number, ++progress; }
+inline u32 wait_for_change(const u32* number, u32 seen) {
+  while (*number == seen) yield();
+  progress++;
+  return *number;
+}
+
 template <typename Type>
 Type* address_at_rank(Type* pointer, int rank) {
   const int block = blockIdx.x / ranks_per_cluster * ranks_per_cluster + rank;

@@ -27,7 +27,8 @@ def main() -> None:
     parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:
-        return run_child(arguments.child)
+        run_child(arguments.child)
+        return
     wanted = [part for part in arguments.only.split(",") if part]
     names = [name for name in cases() if not wanted or any(part in name for part in wanted)]
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -136,6 +137,11 @@ def cases() -> dict:
         found[f"time {name}, batch {batch}"] = lambda n=name, b=batch, t=length: measure(n, b, t)
         if (name, batch) in (("smol", 16), ("llama", 16), ("smol hybrid", 16)):
             found[f"clocks {name}, batch {batch}"] = lambda n=name, b=batch, t=length: clocks(n, b, t)
+    grids = [("smol", dict(paced=False)), ("smol", dict(clusters=12)), ("smol", dict(clusters=8))]
+    grids += [("smol", dict(clusters=24, ranks=4)), ("llama", dict(clusters=30, ranks=4))]
+    for name, grid in grids:
+        label = ", ".join(f"{key} {value}" for key, value in grid.items())
+        found[f"grid of {name}: {label}"] = lambda n=name, g=grid: measure_grid(n, 16, 512, g)
     for name, batch, length in (("smol hybrid", 16, 4096), ("smol", 16, 512), ("llama", 16, 512)):
         found[f"plain {name}, batch {batch}"] = lambda n=name, b=batch, t=length: measure(n, b, t, plain=True)
     return found
@@ -210,7 +216,18 @@ def measure(name: str, batch: int, length: int, plain: bool = False) -> dict:
     return line
 
 
-def kernel_inputs(model, batch: int, length: int):
+def measure_grid(name: str, batch: int, length: int, grid: dict) -> dict:
+    """µs of the kernel alone with other numbers of blocks."""
+    from t2r.kernels.decoding import all_layers, cuda
+
+    grid = all_layers.Grid(**grid)
+    if cuda.clusters_at_once(grid.ranks, all_layers.THREADS, grid.memory) < grid.clusters:
+        return {"error": "so many blocks do not run at once"}
+    micros = kernel_micros(make(name), batch, length, grid)
+    return {"kernel_us": micros, "summary": f"kernel alone {micros:.1f}"}
+
+
+def kernel_inputs(model, batch: int, length: int, grid):
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -219,12 +236,14 @@ def kernel_inputs(model, batch: int, length: int):
 
     generation = rewind(random_generation(abstract_generation(model, batch, length)), length - 8)
     x = 0.1 * jax.random.normal(jax.random.key(1), (batch, model.config.width), jnp.float32)
-    packed = packed_for(model, batch).layers
+    from t2r.kernels.decoding import all_layers
+
     graph, arrays = nnx.split(model)
+    packed = jax.jit(lambda arrays: all_layers.pack(nnx.merge(graph, arrays), batch, grid))(arrays)
     return graph, arrays, packed, generation.state.layers, x, jnp.full(batch, length - 8, jnp.int32)
 
 
-def kernel_micros(model, batch: int, length: int, rounds: int = 200) -> float:
+def kernel_micros(model, batch: int, length: int, grid=None, rounds: int = 200) -> float:
     """µs of the kernel alone, with the conversion of the stream, in a loop on the device at one length."""
     import jax
     import jax.numpy as jnp
@@ -232,7 +251,8 @@ def kernel_micros(model, batch: int, length: int, rounds: int = 200) -> float:
 
     from t2r.kernels.decoding import all_layers
 
-    graph, arrays, packed, states, x, positions = kernel_inputs(model, batch, length)
+    grid = grid or all_layers.Grid()
+    graph, arrays, packed, states, x, positions = kernel_inputs(model, batch, length, grid)
     keep = jnp.ones(batch, bool)
 
     @jax.jit
@@ -241,7 +261,7 @@ def kernel_micros(model, batch: int, length: int, rounds: int = 200) -> float:
 
         def body(_, carry):
             x, states = carry
-            out, new, _ = all_layers.run(x, packed, states, keep, positions, model)
+            out, new, _ = all_layers.run(x, packed, states, keep, positions, model, grid)
             new = tuple(
                 state._replace(index=old.index) if "index" in state._fields else state
                 for state, old in zip(new, states)
@@ -272,7 +292,7 @@ def clocks(name: str, batch: int, length: int) -> dict:
     from t2r.kernels.decoding import all_layers
 
     model = make(name)
-    graph, arrays, packed, states, x, positions = kernel_inputs(model, batch, length)
+    graph, arrays, packed, states, x, positions = kernel_inputs(model, batch, length, all_layers.Grid())
 
     @jax.jit
     def step(arrays, packed, states, x):

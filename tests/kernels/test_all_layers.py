@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from t2r.kernels.decoding import all_layers, cuda
+from t2r.kernels.decoding import all_layers, cuda, fused_model, support
+from t2r.kernels.support import Device
 from t2r.model.config import AttentionSpec
-from t2r.model.parameters import arrays_of, with_arrays
+from t2r.model.parameters import abstract_model, arrays_of, with_arrays
 from tests.conftest import error, make_model, micro, random_tokens
 from tests.kernels.emulation import emulate
 
@@ -20,12 +22,13 @@ WINDOWED = AttentionSpec("windowed", "t2r", 16, window=3, sinks=1)
 SOFTMAX = AttentionSpec()
 LLAMA = dict(
     norm="rms", activation="swish", gated=True, bias=False, positions="rotary", heads=6, kv_heads=2, head_dim=16,
-    width=48, feedforward=100, layers=2, adaptive_cutoffs=(), final_norm=False,
+    width=48, feedforward=200, layers=2, adaptive_cutoffs=(), final_norm=False,
 )  # fmt: skip
 PAPER = dict(heads=2, head_dim=32, width=64, feedforward=128, layers=2, adaptive_cutoffs=(), final_norm=False)
 CASES = {  # fields of the model, batch, clusters, ranks
     "llama": (dict(LLAMA, attention=(T2R,)), 5, 3, 2),
     "one sequence": (dict(LLAMA, attention=(T2R,)), 1, 2, 4),
+    "loads are paced": (dict(LLAMA, layers=4, attention=(T2R,)), 2, 2, 2),
     "many sequences": (dict(LLAMA, attention=(T2R,)), 19, 2, 2),
     "more heads than clusters": (dict(LLAMA, kv_heads=6, attention=(T2R, WINDOWED)), 3, 2, 2),
     "window": (dict(LLAMA, attention=(WINDOWED,)), 5, 3, 2),
@@ -68,11 +71,59 @@ def test_the_kernel_equals_the_models_step(case, tmp_path):
 
 
 def run_emulated(folder, model, x, states, keep, positions, clusters, ranks):
-    """The results of the kernel on an emulated GPU with little shared memory, so that the ring of weights is small."""
-    grid, batch = all_layers.Grid(clusters, ranks, 160 * 1024), len(x)
+    """The results of the kernel on an emulated GPU, whose ring of weights is as small as it may be.
+
+    For even batches loads are paced: then the ring holds a layer.
+    """
+    batch, paced = len(x), len(x) % 2 == 0
+    sizes = all_layers.Sizes.of(model, batch, all_layers.Grid(clusters, ranks))
+    chunks = max(all_layers.tile_order(sizes, kind).shape[1] // all_layers.CHUNK_TILES for kind in sizes.kinds)
+    grid = all_layers.Grid(clusters, ranks, slots=max(4, chunks + 2 if paced else 4), paced=paced)
     macros = all_layers.definitions(model, states, batch, grid)
     layers = all_layers.pack(model, batch, grid)
     arguments = all_layers.arguments(x, layers, states, keep, positions, model, grid)
     updated = emulate(folder, all_layers.source("all_layers.cu"), macros, *arguments, grid.blocks)
     out, new_states, _ = all_layers.results(updated, x.shape, states)
     return out, new_states
+
+
+@pytest.mark.slow
+@needs_nvrtc
+def test_a_llama_with_a_window_lowers_for_gpus():
+    """It is compiled from CUDA for 120 thread blocks, and all states are updated in place."""
+    config = micro(**dict(LLAMA, width=192, head_dim=64, attention=(WINDOWED, SOFTMAX), dtype="bfloat16"))
+    graph, arrays = nnx.split(abstract_model(config))
+
+    def step(arrays):
+        model = nnx.merge(graph, arrays)
+        fast = fused_model.FusedModel(model, fused_model.pack_model(model, "all", 16))
+        return fast(jnp.zeros((16, 1), jnp.int32), state=model.init_state(16, 8), mask=jnp.ones((16, 1), bool))
+
+    text = jax.jit(step).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("xla.gpu.ptx") == 1 and "decode_step" in text
+    assert text.count("#stablehlo.output_operand_alias") == 1 + 5 + 4  # the stream, a window, a cache
+
+
+def test_which_models_are_supported():
+    for fields, *_ in CASES.values():
+        assert support.suits_all_layers(abstract_model(micro(**fields)))
+    supported = dict(LLAMA, attention=(T2R,))
+    for fields in (
+        dict(norm_placement="both"), dict(parallel=True), dict(head_dim=24), dict(width=40),
+        dict(query_norm=True, query_norm_heads=True), dict(attention=(AttentionSpec("linear", "elu"),)),
+        dict(attention=(T2R, AttentionSpec("linear", "t2r", 32))), dict(attention=(T2R, AttentionSpec(window=4))),
+        dict(attention=(WINDOWED, dataclasses.replace(WINDOWED, window=4))),
+    ):  # fmt: skip
+        assert not support.suits_all_layers(abstract_model(micro(**{**supported, **fields}))), fields
+
+
+def test_it_runs_on_hopper_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(cuda, "clusters_at_once", lambda *sizes: support.ALL_LAYERS_CLUSTERS)
+    half = dict(LLAMA, attention=(T2R,), dtype="bfloat16")
+    hopper, ampere = Device("gpu", "NVIDIA H200", (9, 0)), Device("gpu", "NVIDIA A100", (8, 0))
+    assert support.all_layers_available(abstract_model(micro(**half)), 32, hopper)
+    assert not support.all_layers_available(abstract_model(micro(**half)), 33, hopper)
+    assert not support.all_layers_available(abstract_model(micro(**half, kernels="on")), 16, ampere)
+    assert not support.all_layers_available(abstract_model(micro(**half, kernels="off")), 16, hopper)
+    assert not support.all_layers_available(abstract_model(micro(**dict(half, dtype="float32"))), 16, hopper)
+    assert support.choice(abstract_model(micro(**half)), 16) is None  # on this machine

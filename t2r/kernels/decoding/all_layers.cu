@@ -55,7 +55,7 @@ static_assert(!NORMS_AFTER || (HAS_MERGED ? MERGED_QKV : PLAIN_QKV) / 16 >= RANK
 // the sequences; and where ranks are left over, SPLITS of them share a sequence, each with a part of the cache.
 constexpr int REPLICAS = KV_HEADS < CLUSTERS ? CLUSTERS / KV_HEADS : 1;
 constexpr int REPLICA_ROWS = share(BATCH, 0, REPLICAS);
-constexpr int SPLITS = RANKS > REPLICA_ROWS ? RANKS / REPLICA_ROWS : 1;
+constexpr int SPLITS = HAS_SOFTMAX && RANKS > REPLICA_ROWS ? RANKS / REPLICA_ROWS : 1;
 constexpr int RANK_ROWS = share(BATCH, 0, RANKS);                // sequences of a rank, at most
 
 // What a block computes in a layer.
@@ -65,8 +65,8 @@ struct Role {
   int replica = 0, replicas = 1, splits = 1;
   int qkv;                                                         // outputs of a head's projections
 
-  Role(int kind) : qkv(kind == MERGED ? MERGED_QKV : PLAIN_QKV) {
-    if (kind != SOFTMAX) return;
+  Role(int kind) : qkv(HAS_MERGED && kind == MERGED ? MERGED_QKV : PLAIN_QKV) {
+    if (!HAS_SOFTMAX || kind != SOFTMAX) return;
     if (REPLICAS > 1) {
       head = cluster % KV_HEADS, heads = cluster < KV_HEADS * REPLICAS;
       replica = cluster / KV_HEADS, replicas = REPLICAS;
@@ -153,11 +153,19 @@ struct Fixed {
   alignas(16) Vectors vectors[2];  // of this layer, and of the next
   Layer layers[LAYERS];
   u32* clocks;
+  u32 streams_read;  // how often this block has read the stream
   u64 vector_barrier[2], state_barrier, qkv_barrier, parts_barrier, attended_barrier, hidden_barrier;
 };
 
-constexpr int SLOTS = (SHARED_MEMORY - (int)sizeof(Fixed) - 256) / (CHUNK * 16 + 16);
+constexpr int FITTING_SLOTS = (SHARED_MEMORY - (int)sizeof(Fixed) - 256) / (CHUNK * 16 + 16);
+constexpr int SLOTS = FITTING_SLOTS < MOST_SLOTS ? FITTING_SLOTS : MOST_SLOTS;
 static_assert(SLOTS >= 4, "too large for shared memory");
+
+// Loads are served in order: what a block reads after a barrier of all blocks waits for the weights that it is loading.
+// If the ring holds a whole layer, nothing is gained by loading as early as possible, and slots are refilled only when
+// the stream has been read.
+constexpr int MOST_CHUNKS = MERGED_CHUNKS > LINEAR_CHUNKS ? MERGED_CHUNKS : LINEAR_CHUNKS;
+constexpr bool PACED = PACES && (MOST_CHUNKS > SOFTMAX_CHUNKS ? MOST_CHUNKS : SOFTMAX_CHUNKS) + 2 <= SLOTS;
 
 struct Shared {
   uint4 ring[SLOTS][CHUNK];
@@ -218,13 +226,17 @@ struct Weights {
   // Before reading tiles from `from` to `to`; none before `from` will be read any more.
   void need(int from, int to) {
     const int from_chunk = first + from / CHUNK_TILES, to_chunk = first + to / CHUNK_TILES;
-    while (released < from_chunk) {
+    release_before(from_chunk);
+    while (ready <= to_chunk) wait_for_next();
+  }
+
+  void release_before(int chunk) {
+    while (released < chunk) {
       if (ready == released) wait_for_next();
       __syncwarp();
       if (lane() == 0) arrive(&shared.empty[released % SLOTS]);
       released++;
     }
-    while (ready <= to_chunk) wait_for_next();
   }
 
   void wait_for_next() {
@@ -236,14 +248,22 @@ struct Weights {
     return shared.ring[(first + number / CHUNK_TILES) % SLOTS][number % CHUNK_TILES * 32 + lane()];
   }
 
+  // After a product, by all warps: also one that has read none of its tiles releases them.
+  void next_product(int tiles) {
+    position += tiles;
+    release_before(first + position / CHUNK_TILES);
+  }
+
   void next_layer(const Role& role) {
     first += (role.tiles() + CHUNK_TILES - 1) / CHUNK_TILES;
     position = 0;
+    release_before(first);
   }
 };
 
 void load_weights(Shared& shared) {  // one thread: all chunks of all layers
   int number = 0;
+  u32 seen = 0;
   for (int layer = 0; layer < LAYERS; layer++) {
     const Layer& own = shared.fixed.layers[layer];
     const int chunks = (Role(own.kind).tiles() + CHUNK_TILES - 1) / CHUNK_TILES;
@@ -251,7 +271,11 @@ void load_weights(Shared& shared) {  // one thread: all chunks of all layers
     const uint4* from = own.weights + (u64)blockIdx.x * stride * CHUNK;
     for (int chunk = 0; chunk < chunks; chunk++, number++) {
       const int slot = number % SLOTS;
-      if (number >= SLOTS) wait_for_sends(&shared.empty[slot], (number / SLOTS - 1) % 2);
+      if (number >= SLOTS) {
+        const u32 parity = (number / SLOTS - 1) % 2;
+        while (PACED && !has_ended(&shared.empty[slot], parity)) seen = wait_for_change(&shared.fixed.streams_read, seen);
+        wait_for_sends(&shared.empty[slot], parity);
+      }
       expect_bytes(&shared.full[slot], sizeof(shared.ring[0]));
       load_async(shared.ring[slot], from + chunk * CHUNK, sizeof(shared.ring[0]), &shared.full[slot]);
     }
@@ -352,6 +376,7 @@ void stream_product(Shared& shared, Weights& weights, const float* x, int tiles,
         }
       }
       sync();
+      if (PACED && first == 0 && round == 0 && threadIdx.x == 0) change(&fixed.streams_read);
       const int items = (count - round < REDUCED ? count - round : REDUCED) * ROWS * 4;
       for (int item = threadIdx.x; item < items; item += COMPUTING) {
         const int tile = first + round + item / (ROWS * 4), row = item / 4 % ROWS, output = item % 4 * 4;
@@ -375,7 +400,7 @@ void stream_product(Shared& shared, Weights& weights, const float* x, int tiles,
       sync();
     }
   }
-  weights.position += tiles * STEPS;
+  weights.next_product(tiles * STEPS);
 }
 
 // The second product: of `operand`, for this rank's channels of the stream; each warp has every WARPS-th tile of them.
@@ -419,7 +444,7 @@ void operand_product(Shared& shared, Weights& weights, const Role& role, int inp
       }
     }
   }
-  weights.position += tiles * steps;
+  weights.next_product(tiles * steps);
 }
 
 // Adds x, with norms after its norm, and the branch's bias: what the sum over all clusters has once.
@@ -547,9 +572,9 @@ void map_features(Fixed& fixed, const Role& role, int layer, int kind, const Hea
     if (row >= BATCH) continue;
     const float* x = fixed.qkv[place] + head * (kind == MERGED ? FEATURES : HEAD_DIM);
     float result = 0;
-    if (kind == MERGED) {
+    if (HAS_MERGED && kind == MERGED) {
       result = x[f];
-    } else if (kind == WINDOWED && head == QUERIES) {
+    } else if (HAS_WINDOW && kind == WINDOWED && head == QUERIES) {
       const u32* old = fixed.window[place][0] + slot_of(fixed.count[layer][row]) * SLOT_WORDS;
       for (int i = 0; i < HEAD_DIM / 2; i++) {
         const u32 weights = vectors.map[i * FEATURES + f];
@@ -911,7 +936,7 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
     receive(&fixed.qkv_barrier, exchanges.qkv, rank_rows * role.qkv * 4);
     MARK(number, 2);
     if (layer.kind != MERGED) prepare(fixed, role, layer, own);
-    if (layer.kind == SOFTMAX) {
+    if (HAS_SOFTMAX && layer.kind == SOFTMAX) {
       softmax_attention(shared, role, layer, number, head, exchanges.parts);
     } else {
       wait_for_loads(&fixed.state_barrier, exchanges.states++ % 2);
@@ -1007,6 +1032,7 @@ void initialise(Shared& shared, const float* keep, const float* angles) {
     for (u64* barrier = fixed.vector_barrier; barrier <= &fixed.hidden_barrier; barrier++) init_barrier(barrier, 1);
     fence_barrier_init();
     expect_bytes(&fixed.parts_barrier, PARTS_BYTES);
+    fixed.streams_read = 0;
   }
   for (int i = threadIdx.x; i < ROWS; i += THREADS) fixed.keep[i] = i < BATCH ? keep[i] : 0;
   for (int i = threadIdx.x; i < LAYERS * BATCH; i += THREADS) {

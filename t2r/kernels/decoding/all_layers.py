@@ -42,6 +42,8 @@ class Grid(NamedTuple):
     clusters: int = ALL_LAYERS_CLUSTERS
     ranks: int = RANKS  # blocks of a cluster
     memory: int = SHARED_MEMORY
+    slots: int = 64  # of the ring of weights, at most
+    paced: bool = True  # see PACED in all_layers.cu
 
     @property
     def blocks(self) -> int:
@@ -335,6 +337,7 @@ def run(
     keep: Bool[Array, "b"],
     positions: Int[Array, "b"],
     model: Any,
+    grid: Grid = Grid(),
     *,
     clocks: bool = False,
 ) -> tuple[Float[Array, "b width"], tuple[Any, ...], Array | None]:
@@ -342,7 +345,6 @@ def run(
 
     With `clocks` also the times of each block in each layer, at the points MARK of all_layers.cu.
     """
-    grid = Grid()
     kernel = compile_for(definitions(model, states, len(x), grid, clocks=clocks))
     inputs, updated = arguments(x, layers, states, keep, positions, model, grid, clocks=clocks)
     call = jax.ffi.ffi_call(
@@ -475,6 +477,8 @@ def definitions(
         CLUSTERS=grid.clusters,
         RANKS=grid.ranks,
         SHARED_MEMORY=grid.memory,
+        MOST_SLOTS=grid.slots,
+        PACES=int(grid.paced),
         GATED=int(config.gated),
         ACTIVATION=ACTIVATIONS[config.activation],
         RMS_NORM=int(config.norm == "rms"),
@@ -487,6 +491,7 @@ def definitions(
         HAS_MERGED=int("merged" in sizes.kinds),
         HAS_PLAIN=int(set(sizes.kinds) != {"merged"}),
         HAS_WINDOW=int("windowed" in sizes.kinds),
+        HAS_SOFTMAX=int("softmax" in sizes.kinds),
         WINDOW_SLOTS=window + sinks,
         SINKS=sinks,
         MOST_MIXTURE=f"{MOST_MIXTURE:e}f",

@@ -58,6 +58,22 @@ void arrive(u64* barrier) {
 void wait_for_sends(u64* barrier, u32 parity) { WAIT("cluster"); }  // of other blocks
 void wait_for_loads(u64* barrier, u32 parity) { WAIT("cta"); }      // from global memory
 
+bool has_ended(u64* barrier, u32 parity) {  // a phase
+  u32 ended;
+  asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, done;\n}" : "=r"(ended) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+  return ended;
+}
+
+// A number in shared memory that one thread increments, and another waits for.
+
+void change(volatile u32* number) { *number = *number + 1; }
+
+u32 wait_for_change(const volatile u32* number, u32 seen) {
+  while (*number == seen) {}
+  return *number;
+}
+
 // Asynchronous copies: to another block's shared memory (send), and from global memory (load). They report their bytes
 // to a barrier of the receiving block.
 
