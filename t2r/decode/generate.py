@@ -125,6 +125,8 @@ def packed_weights(model: LanguageModel, batch: int) -> Any:
     kernels = kernel_support.choice(model, batch)
     if kernels is None or load_kernels("decoding.fused_model") is None:
         return None
+    if kernels == "all" and not load_kernels("decoding.all_layers").fits(model, batch):
+        return None
     free, arguments = available_memory(), (*nnx.split(model), kernels, batch)
     needed = total_bytes(jax.eval_shape(lambda: _pack(*arguments)))
     # Twice: packing needs a temporary copy.

@@ -1,6 +1,6 @@
 """On an H100 or H200: is the kernel of all layers right, how fast is it, and where does its time go?
 
-    python -m tests.kernels.measure_all_layers --output=DIRECTORY [--only=check,smol] [--seconds=270]
+    python -m tests.kernels.measure_all_layers --output=DIRECTORY [--only='check;smol'] [--seconds=270]
 
 Each case runs in a child process. A case that hangs is stopped after its time, and the next one starts in a new child.
 Results are lines of JSON in DIRECTORY/all_layers.jsonl.
@@ -22,14 +22,14 @@ CASE_SECONDS = 60  # for one case; the first one of a child also loads JAX
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--only", default="", help="parts of the names of cases, separated by commas")
+    parser.add_argument("--only", default="", help="parts of the names of cases, separated by semicolons")
     parser.add_argument("--seconds", type=float, default=270, help="no case starts later")
     parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:
         run_child(arguments.child)
         return
-    wanted = [part for part in arguments.only.split(",") if part]
+    wanted = [part for part in arguments.only.split(";") if part]
     names = [name for name in cases() if not wanted or any(part in name for part in wanted)]
     arguments.output.mkdir(parents=True, exist_ok=True)
     deadline, results = time.monotonic() + arguments.seconds, []

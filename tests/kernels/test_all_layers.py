@@ -79,7 +79,7 @@ def run_emulated(folder, model, x, states, keep, positions, clusters, ranks):
     sizes = all_layers.Sizes.of(model, batch, all_layers.Grid(clusters, ranks))
     chunks = max(all_layers.tile_order(sizes, kind).shape[1] // all_layers.CHUNK_TILES for kind in sizes.kinds)
     grid = all_layers.Grid(clusters, ranks, slots=max(4, chunks + 2 if paced else 4), paced=paced)
-    macros = all_layers.definitions(model, states, batch, grid)
+    macros = all_layers.definitions(model, batch, grid)
     layers = all_layers.pack(model, batch, grid)
     arguments = all_layers.arguments(x, layers, states, keep, positions, model, grid)
     updated = emulate(folder, all_layers.source("all_layers.cu"), macros, *arguments, grid.blocks)
@@ -106,7 +106,7 @@ def test_a_llama_with_a_window_lowers_for_gpus():
 
 def test_which_models_are_supported():
     for fields, *_ in CASES.values():
-        assert support.suits_all_layers(abstract_model(micro(**fields)))
+        assert not support.all_layers_problems(abstract_model(micro(**fields)))
     supported = dict(LLAMA, attention=(T2R,))
     for fields in (
         dict(norm_placement="both"), dict(parallel=True), dict(head_dim=24), dict(width=40),
@@ -114,7 +114,7 @@ def test_which_models_are_supported():
         dict(attention=(T2R, AttentionSpec("linear", "t2r", 32))), dict(attention=(T2R, AttentionSpec(window=4))),
         dict(attention=(WINDOWED, dataclasses.replace(WINDOWED, window=4))),
     ):  # fmt: skip
-        assert not support.suits_all_layers(abstract_model(micro(**{**supported, **fields}))), fields
+        assert support.all_layers_problems(abstract_model(micro(**{**supported, **fields}))), fields
 
 
 def test_it_runs_on_hopper_in_bfloat16(monkeypatch):
@@ -127,3 +127,12 @@ def test_it_runs_on_hopper_in_bfloat16(monkeypatch):
     assert not support.all_layers_available(abstract_model(micro(**half, kernels="off")), 16, hopper)
     assert not support.all_layers_available(abstract_model(micro(**dict(half, dtype="float32"))), 16, hopper)
     assert support.choice(abstract_model(micro(**half)), 16) is None  # on this machine
+
+
+def test_one_line_says_why_a_model_decodes_without_kernels(capsys):
+    model = abstract_model(micro(**dict(LLAMA, width=40, heads=2, kv_heads=2, parallel=True)))
+    for _ in range(2):
+        assert not support.all_layers_available(model, 33, Device("gpu", "NVIDIA H200", (9, 0)))
+    (line,) = (text for text in "".join(capsys.readouterr()).splitlines() if "without kernels" in text)
+    for problem in ("parallel", "width is not a multiple of 16", "more than 32 sequences", "float32, not in bfloat16"):
+        assert problem in line

@@ -153,6 +153,7 @@ struct Fixed {
   alignas(16) Vectors vectors[2];  // of this layer, and of the next
   Layer layers[LAYERS];
   u32* clocks;
+  int capacity;      // of caches, in tokens
   u32 streams_read;  // how often this block has read the stream
   u64 vector_barrier[2], state_barrier, qkv_barrier, parts_barrier, attended_barrier, hidden_barrier;
 };
@@ -303,7 +304,7 @@ template <int PASS, typename Finish>
 void stream_product(Shared& shared, Weights& weights, const float* x, int tiles, bool has_norm, const float* sums_of,
                     const float* bias, Finish finish) {
   constexpr int WARP_STEPS = (STEPS + WARPS - 1) / WARPS;
-  constexpr int AHEAD = WARP_STEPS < 6 ? WARP_STEPS : 6;  // steps whose x is loaded at once
+  constexpr int AHEAD = ((WARP_STEPS < 6 ? WARP_STEPS : 4) + GROUPS - 1) / GROUPS;  // steps whose x is loaded at once
   Fixed& fixed = shared.fixed;
   for (int first = 0; first < tiles; first += PASS) {
     const int count = tiles - first < PASS ? tiles - first : PASS;
@@ -585,7 +586,8 @@ void map_features(Fixed& fixed, const Role& role, int layer, int kind, const Hea
 #pragma unroll 8
       for (int i = 0; i < HEAD_DIM / 2; i++) {
         const u32 weights = vectors.map[i * FEATURES + f];
-        even += low_of(weights) * x[2 * i], odd += high_of(weights) * x[2 * i + 1];
+        const float2 pair = ((const float2*)x)[i];
+        even += low_of(weights) * pair.x, odd += high_of(weights) * pair.y;
       }
       result = (even + odd) * (head < QUERIES ? QUERY_SCALE : 1);
     }
@@ -750,9 +752,9 @@ struct RunningSoftmax {
 
 void attend_to_cache(Fixed& fixed, const Role& role, const Layer& layer, int number, int head, int place, int first) {
   const int row = role.row(place), count = fixed.count[number][0], sequence = row * KV_HEADS + head;
-  const u32* keys = layer.k + (u64)sequence * CAPACITY * SLOT_WORDS;
-  const u32* values = layer.v + (u64)sequence * CAPACITY * SLOT_WORDS;
-  const unsigned char* valid = layer.valid + (u64)row * CAPACITY;
+  const u32* keys = layer.k + (u64)sequence * fixed.capacity * SLOT_WORDS;
+  const u32* values = layer.v + (u64)sequence * fixed.capacity * SLOT_WORDS;
+  const unsigned char* valid = layer.valid + (u64)row * fixed.capacity;
   float q[QUERIES_AT_ONCE][2 * LANE_WORDS];
   RunningSoftmax softmax[QUERIES_AT_ONCE];
 #pragma unroll
@@ -880,10 +882,10 @@ void softmax_attention(Shared& shared, const Role& role, const Layer& layer, int
       const int count = fixed.count[number][0];
       for (int item = threadIdx.x; item < 2 * SLOT_WORDS; item += COMPUTING) {
         const float* x = fixed.qkv[place] + (QUERIES + item / SLOT_WORDS) * HEAD_DIM + item % SLOT_WORDS * 2;
-        u32* to = (item < SLOT_WORDS ? layer.k : layer.v) + (u64)(row * KV_HEADS + head) * CAPACITY * SLOT_WORDS;
+        u32* to = (item < SLOT_WORDS ? layer.k : layer.v) + (u64)(row * KV_HEADS + head) * fixed.capacity * SLOT_WORDS;
         to[(u64)count * SLOT_WORDS + item % SLOT_WORDS] = to_bfloats(x[0], x[1]);
       }
-      if (head == 0 && threadIdx.x == 0) layer.valid[(u64)row * CAPACITY + count] = fixed.keep[row] > 0;
+      if (head == 0 && threadIdx.x == 0) layer.valid[(u64)row * fixed.capacity + count] = fixed.keep[row] > 0;
     }
   }
   sync();
@@ -1025,14 +1027,14 @@ void count_tokens(const Fixed& fixed) {
   }
 }
 
-void initialise(Shared& shared, const float* keep, const float* angles) {
+void initialise(Shared& shared, const float* keep, const float* angles, const int* capacity) {
   Fixed& fixed = shared.fixed;
   if (threadIdx.x == 0) {
     for (int i = 0; i < SLOTS; i++) init_barrier(&shared.full[i], 1), init_barrier(&shared.empty[i], WARPS);
     for (u64* barrier = fixed.vector_barrier; barrier <= &fixed.hidden_barrier; barrier++) init_barrier(barrier, 1);
     fence_barrier_init();
     expect_bytes(&fixed.parts_barrier, PARTS_BYTES);
-    fixed.streams_read = 0;
+    fixed.streams_read = 0, fixed.capacity = *capacity;
   }
   for (int i = threadIdx.x; i < ROWS; i += THREADS) fixed.keep[i] = i < BATCH ? keep[i] : 0;
   for (int i = threadIdx.x; i < LAYERS * BATCH; i += THREADS) {
@@ -1060,7 +1062,7 @@ KERNEL(RANKS, THREADS) decode_step(PARAMETERS) {
 #endif
   }
   __syncthreads();
-  initialise(shared, keep, angles);
+  initialise(shared, keep, angles, capacity);
   __syncthreads();
   sync_cluster();
   if (warp() == LOADING_WARP) {

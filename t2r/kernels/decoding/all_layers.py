@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from t2r.console import say
 from t2r.kernels.decoding import cuda
 from t2r.kernels.decoding.matrices import Matrix, fold_norm, matrix_of
 from t2r.kernels.decoding.support import ALL_LAYERS_CLUSTERS, RANKS, SHARED_MEMORY
@@ -345,7 +346,7 @@ def run(
 
     With `clocks` also the times of each block in each layer, at the points MARK of all_layers.cu.
     """
-    kernel = compile_for(definitions(model, states, len(x), grid, clocks=clocks))
+    kernel = compile_for(definitions(model, len(x), grid, clocks=clocks))
     inputs, updated = arguments(x, layers, states, keep, positions, model, grid, clocks=clocks)
     call = jax.ffi.ffi_call(
         "__gpu$xla.gpu.ptx",
@@ -392,6 +393,7 @@ def arguments(
     stream = stream.reshape(rows, width // TILE, TILE).transpose(1, 0, 2).reshape(-1)
     work = jnp.pad(stream, (0, 2 * rows * width + COUNTER_STRIDE * grid.ranks))
     inputs = [*layers.tiles, *layers.vectors, keep.astype(jnp.float32), rotary_angles(model, positions)]
+    inputs.append(jnp.array([max([state.valid.shape[1] for state in states if "valid" in state._fields], default=0)]))
     updated = [work]
     if clocks:
         updated.append(jnp.zeros(grid.blocks * len(states) * CLOCK_POINTS, jnp.uint32))
@@ -437,9 +439,7 @@ def rotary_angles(model: Any, positions: Int[Array, "b"]) -> Float[Array, "table
     return jnp.stack(tables) if tables else jnp.zeros((1, len(positions), 2, 1))
 
 
-def definitions(
-    model: Any, states: tuple[Any, ...], batch: int, grid: Grid = Grid(), *, clocks: bool = False
-) -> dict[str, Any]:
+def definitions(model: Any, batch: int, grid: Grid = Grid(), *, clocks: bool = False) -> dict[str, Any]:
     """The macros that all_layers.cu is compiled with.
 
     Updated arrays are parameters twice, as XLA passes inputs and outputs; as they are aliased, both are the same.
@@ -448,14 +448,14 @@ def definitions(
     attentions, tables = [block.attention for block in model.blocks], rotaries(model)
     windows = {(attention.window, attention.sinks) for attention in attentions if attention.kind == "windowed"}
     window, sinks = windows.pop() if windows else (1, 0)
-    caches = [state for state in states if state_kind(state) == "softmax"]
     normalizers = {attention.normalizer for attention in attentions if attention.kind in ("linear", "merged")}
     clamps, value = normalizers.pop() if normalizers else (True, 1.0)
-    inputs = [*(f"const uint4* weights{i}" for i in range(len(states)))]
-    inputs += [*(f"const Vectors* vectors{i}" for i in range(len(states))), "const float* keep", "const float* angles"]
+    inputs = [f"const uint4* weights{i}" for i in range(config.layers)]
+    inputs += [f"const Vectors* vectors{i}" for i in range(config.layers)]
+    inputs += ["const float* keep", "const float* angles", "const int* capacity"]
     updated, pointers = ["float* {}work"] + ["u32* {}clocks"] * clocks, []
-    for layer, (state, attention) in enumerate(zip(states, attentions)):
-        names = UPDATED[state_kind(state)]
+    for layer, attention in enumerate(attentions):
+        names = UPDATED[attention.kind]
         updated += [f"{kind} {{}}{name}{layer}" for name, kind in names.items()]
         own = {name: f"{name}{layer}" for name in names}
         arrays = [own.get(name, own.get("index", "0") if name == "count" else "0") for name in STATE_FIELDS]
@@ -495,7 +495,6 @@ def definitions(
         WINDOW_SLOTS=window + sinks,
         SINKS=sinks,
         MOST_MIXTURE=f"{MOST_MIXTURE:e}f",
-        CAPACITY=caches[0].valid.shape[1] if caches else 0,
         ROTARY_TABLES=max(1, len(tables)),
         ROTATED=rotated.pop() if rotated else 0,
         MERGED_CHUNKS=chunks.get("merged", 0),
@@ -513,6 +512,17 @@ STATE_FIELDS = ("S", "z", "k", "v", "count", "valid")  # of the struct `Layer`
 def source(*names: str) -> str:
     """The text of files in this folder, one after the other."""
     return "\n".join(Path(__file__).with_name(name).read_text() for name in names)
+
+
+def fits(model: Any, batch: int) -> bool:
+    """Whether the kernel compiles for a model; one line says if it does not, because shared memory is too small."""
+    try:
+        compile_for(definitions(model, batch))
+    except RuntimeError as error:
+        lines = [line for line in str(error).splitlines() if "error" in line] or str(error).splitlines()
+        say(f"decoding this model without kernels: {lines[0].strip()}")
+        return False
+    return True
 
 
 def compile_for(macros: dict[str, Any]) -> str:
