@@ -82,7 +82,7 @@ def run_emulated(folder, model, x, states, keep, positions, clusters, ranks):
     macros = all_layers.definitions(model, batch, grid)
     layers = all_layers.pack(model, batch, grid)
     arguments = all_layers.arguments(x, layers, states, keep, positions, model, grid)
-    updated = emulate(folder, all_layers.source("all_layers.cu"), macros, *arguments, grid.blocks)
+    updated = emulate(folder, all_layers.source(*all_layers.PARTS), macros, *arguments, grid.blocks)
     out, new_states, _ = all_layers.results(updated, x.shape, states)
     return out, new_states
 

@@ -32,7 +32,7 @@ CHUNK_TILES = 16  # of a chunk, which is loaded at once
 TILES_OF_REGISTERS = 12  # whose sums a thread has registers for, for 16 sequences
 COUNTER_STRIDE = 32  # each rank's counter has a cache line of its own: 32 values of 4 bytes
 CLOCK_POINTS = 9
-KINDS = ("merged", "linear", "windowed", "softmax")
+PARTS = ("layers_plan.cuh", "layers_products.cuh", "layers_attention.cuh", "all_layers.cu")
 ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_exact": "GELU_EXACT", "swish": "SWISH"}
 MOST_MIXTURE = 30.0  # of a window's mixture above the largest exact score, as in the plain form
 
@@ -534,4 +534,4 @@ def compile_for(macros: dict[str, Any]) -> str:
 def _compile(macros: tuple[tuple[str, Any], ...]) -> str:
     options = ["--gpu-architecture=compute_90", "--std=c++17", "-default-device"]
     defined = "\n".join(f"#define {name} {value}" for name, value in macros)
-    return cuda.compile_cuda(f"{defined}\n{source('hopper.cuh', 'all_layers.cu')}", options)
+    return cuda.compile_cuda(f"{defined}\n{source('hopper.cuh', *PARTS)}", options)

@@ -1,4 +1,5 @@
-// The GPU instructions that one_kernel.cu and all_layers.cu use, one or two to a function: NVIDIA, compute capability 9.0 and later.
+// The GPU instructions that one_kernel.cu and all_layers.cu use, one or two to a function: NVIDIA, compute capability
+// 9.0 and later.
 
 typedef unsigned u32;
 typedef unsigned long long u64;

@@ -99,8 +99,9 @@ def all_layers_problems(model: Any) -> list[str]:
         "its query norms are over all heads": config.query_norm and config.query_norm_heads,
         "a feature map is not T2R's": any(spec.feature_map != "t2r" for spec in recurrent),
         "softmax layers have a window": any(spec.window for spec in specs if spec.kind == "softmax"),
-        "layers have different feature sizes, windows or rotated sizes": max(map(len, (features, windows, rotated)))
-        > 1,
+        "layers have different feature sizes": len(features) > 1,
+        "layers have different windows": len(windows) > 1,
+        "layers have rotary positions of different sizes": len(rotated) > 1,
         "head_dim is above 256": config.head_dim > 256,
         f"it has more than {ONE_KERNEL_LAYERS} layers": config.layers > ONE_KERNEL_LAYERS,
         **{f"{name} is not a multiple of 16": size % 16 for name, size in sizes.items()},
