@@ -1,6 +1,6 @@
 """On an H100 or H200: is the kernel of all layers right, how fast is it, and where does its time go?
 
-    python -m tests.kernels.measure_all_layers --output=DIRECTORY [--only='check;smol'] [--seconds=270]
+    python tests/kernels/measure_all_layers.py --output=DIRECTORY [--only='check;smol'] [--seconds=270]
 
 Each case runs in a child process. A case that hangs is stopped after its time, and the next one starts in a new child.
 Results are lines of JSON in DIRECTORY/all_layers.jsonl.
@@ -16,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 CASE_SECONDS = 60  # for one case; the first one of a child also loads JAX
 
 
@@ -52,7 +53,7 @@ def main() -> None:
 
 def run_in_child(names: list[str], deadline: float, report) -> int:
     """Runs cases until one hangs or the child ends; returns how many were reported."""
-    command = [sys.executable, "-u", "-m", "tests.kernels.measure_all_layers", "--output=.", "--child", *names]
+    command = [sys.executable, "-u", __file__, "--output=.", "--child", *names]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines: queue.Queue = queue.Queue()
 

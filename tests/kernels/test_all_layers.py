@@ -29,6 +29,7 @@ CASES = {  # fields of the model, batch, clusters, ranks
     "llama": (dict(LLAMA, attention=(T2R,)), 5, 3, 2),
     "one sequence": (dict(LLAMA, attention=(T2R,)), 1, 2, 4),
     "loads are paced": (dict(LLAMA, layers=4, attention=(T2R,)), 2, 2, 2),
+    "more clusters than units": (dict(LLAMA, feedforward=30, attention=(T2R,)), 2, 3, 2),
     "many sequences": (dict(LLAMA, attention=(T2R,)), 19, 2, 2),
     "more heads than clusters": (dict(LLAMA, kv_heads=6, attention=(T2R, WINDOWED)), 3, 2, 2),
     "window": (dict(LLAMA, attention=(WINDOWED,)), 5, 3, 2),

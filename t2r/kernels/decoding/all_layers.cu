@@ -90,6 +90,7 @@ void feed_forward(Shared& shared, Weights& weights, const float* x, float* to, i
   Fixed& fixed = shared.fixed;
   const Role role(fixed.layers[number].kind);
   const Vectors& vectors = fixed.vectors[number % 2];
+  if (role.up_tiles() == 0) return;  // there are more clusters than shares
   stream_product<pass_size(MOST_UP_TILES)>(shared, weights, x, role.up_tiles(), true, vectors.up_sums, vectors.up_bias,
                        [&](int tile, int row, int output, float4 four) {
     u32* own = (u32*)fixed.staged + (tile * ROWS + row) * (UNIT_TILE / 2);
