@@ -130,6 +130,18 @@ def test_it_runs_on_hopper_in_bfloat16(monkeypatch):
     assert support.choice(abstract_model(micro(**half)), 16) is None  # on this machine
 
 
+def test_it_is_used_by_itself_where_it_is_faster():
+    smol = dict(LLAMA, layers=30, width=576, heads=9, kv_heads=3, head_dim=64, feedforward=1536)
+    llama = dict(LLAMA, layers=16, width=2048, heads=32, kv_heads=8, head_dim=64, feedforward=8192)
+    recurrent, softmax = AttentionSpec("linear", "t2r", 32), AttentionSpec()
+    assert not support.all_layers_slower(micro(**smol, attention=(recurrent,) * 30))
+    assert not support.all_layers_slower(micro(**smol, attention=(softmax,) * 4 + (recurrent,) * 26))
+    (problem,) = support.all_layers_slower(micro(**llama, attention=(recurrent,) * 16))
+    assert "32 MiB of weights" in problem
+    (problem,) = support.all_layers_slower(micro(**smol, attention=(softmax,) * 30))
+    assert "softmax" in problem
+
+
 def test_one_line_says_why_a_model_decodes_without_kernels(capsys):
     model = abstract_model(micro(**dict(LLAMA, width=40, heads=2, kv_heads=2, parallel=True)))
     for _ in range(2):

@@ -30,6 +30,10 @@ ONE_KERNEL_LAYERS = 64  # at most; each adds four pointers to the kernel's param
 ALL_LAYERS_CLUSTERS = 15
 ALL_LAYERS_THREADS = 320
 ALL_LAYERS_SEQUENCES = 32  # in a batch, at most
+# Where it is used without being asked for (results/NOTES.md): it was measured to be faster than XLA with layers of 7 MB
+# and slower with layers of 121 MB; and with 4 softmax layers of 30, not with more.
+FASTER_LAYER_BYTES = 32 * 2**20
+FASTER_SOFTMAX_SHARE = 1 / 4
 
 
 def cross_attention(block: Any) -> Any:
@@ -109,6 +113,19 @@ def all_layers_problems(model: Any) -> list[str]:
     return [problem for problem, holds in problems.items() if holds]
 
 
+def all_layers_slower(config: Any) -> list[str]:
+    """Why XLA is at least as fast for this model as the kernel of all layers, or may be; [] if the kernel is faster."""
+    attention = config.width * config.head_dim * 2 * (config.heads + config.kv_heads)
+    feedforward = config.width * config.feedforward * (3 if config.gated else 2)
+    softmax = sum(spec.kind == "softmax" for spec in config.attention)
+    problems = []
+    if 2 * (attention + feedforward) > FASTER_LAYER_BYTES:  # in bfloat16
+        problems.append(f"a layer has more than {FASTER_LAYER_BYTES >> 20} MiB of weights")
+    if softmax > FASTER_SOFTMAX_SHARE * config.layers:
+        problems.append("more than a quarter of its layers is softmax")
+    return [f"{problem}, with which XLA may be faster (kernels=on: a kernel all the same)" for problem in problems]
+
+
 def all_layers_available(model: Any, batch: int, device: Device | None = None) -> bool:
     """Whether the kernel of all layers for many architectures runs this model: on an H100 or H200, in bfloat16.
 
@@ -117,7 +134,7 @@ def all_layers_available(model: Any, batch: int, device: Device | None = None) -
     config, device = model.config, device or this_device()
     if not gpu_has_kernels(config.kernels, device) or device.capability != HOPPER:
         return False
-    problems = all_layers_problems(model)
+    problems = all_layers_problems(model) + (all_layers_slower(config) if config.kernels == "auto" else [])
     if batch > ALL_LAYERS_SEQUENCES:
         problems.append(f"the batch has more than {ALL_LAYERS_SEQUENCES} sequences")
     if config.dtype != "bfloat16":
