@@ -17,7 +17,7 @@ from t2r.data.pairs import load_pairs
 from t2r.decode.sampling import Sampling
 from t2r.decode.text import generate_text
 from t2r.decode.translator import translate_lines
-from t2r.evaluation.features import feature_use
+from t2r.evaluation.features import FeatureUse, feature_use
 from t2r.evaluation.recall import recall
 from t2r.evaluation.samples import PROMPT as SAMPLE_PROMPT
 from t2r.evaluation.samples import score_samples
@@ -145,7 +145,7 @@ def attentions(loaded: LoadedModel, batch: Batch, run: Path, damage: dict[str, A
             "exact_for": spec.exact_for,
             "damage": damage and damage["scores"].get(name),
             "distance": distances.get(name),
-            **(used[name]._asdict() if name in used else dict(features=None, dead=None, clamped=None)),
+            **(used[name]._asdict() if name in used else dict.fromkeys(FeatureUse._fields)),
         }
         for name, spec in named_specs(loaded.model.config)
     ]

@@ -115,11 +115,13 @@ def _attentions(report: dict[str, Any]) -> list[str]:
         "distance": "distance after transfer",
         "features": "features",
         "dead": "dead features",
+        "dead_by_head": "of each head",
         "clamped": "clamped normalisers",
     }
     used = [key for key in columns if any(attention[key] is not None for attention in report["attentions"])]
+    shown = {"clamped": _share, "dead_by_head": lambda counts: counts and " ".join(map(str, counts))}
     rows = [
-        (attention["name"], *(_share(attention[key]) if key == "clamped" else attention[key] for key in used))
+        (attention["name"], *(shown.get(key, lambda value: value)(attention[key]) for key in used))
         for attention in report["attentions"]
     ]
     notes = [note for key, note in COLUMN_NOTES.items() if key in used]

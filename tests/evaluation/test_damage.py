@@ -53,6 +53,20 @@ def test_damage_is_the_recall_of_the_model_with_one_layer_reduced_to_its_window(
         assert score == pytest.approx(expected, rel=1e-5)
 
 
+def test_damage_of_one_head_is_that_of_its_layer_if_the_other_heads_are_silent():
+    model = make_model(micro(layers=2, heads=4, kv_heads=2, positions="rotary", adaptive_cutoffs=()))
+    out = model.blocks[1].attention.out
+    out.kernel[...] = out.kernel[...].at[:2].set(0)  # of the first key/value head
+    batches = [Batch(repeated(np.asarray(random_tokens(1, 60)[0]), 20, 6))]
+    damage = measure_damage(model, batches, window=3, sinks=1, heads=True, quiet=True)
+    names = ["0.attention", "0.attention.0", "0.attention.1", "1.attention", "1.attention.0", "1.attention.1"]
+    assert list(damage.scores) == names and list(damage.layers()) == [0, 1]
+    assert damage.scores["1.attention.0"] == pytest.approx(damage.base, rel=1e-6)
+    assert damage.scores["1.attention.1"] == pytest.approx(damage.scores["1.attention"], rel=1e-6)
+    assert damage.scores["1.attention"] != pytest.approx(damage.base, rel=1e-4)
+    assert len({damage.scores[name] for name in names[:3]}) == 3
+
+
 def test_damage_of_a_translation_model_reduces_cross_attention_to_the_mean_of_the_source():
     model = make_model(micro_mt(layers=2))
     batch = Batch(random_tokens(2, 9, vocab=60), random_tokens(2, 7, 1, vocab=60))
