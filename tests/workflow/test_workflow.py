@@ -155,9 +155,9 @@ REPORT = {
     "curve": {"0": 7.5, "1": 3.5, "5": 3.0},
     "attentions": [
         dict(name="0.attention", attention="softmax", exact_for="all", damage=4.5, distance=None, features=None,
-             dead=None, clamped=None),
+             dead=None, dead_by_head=None, clamped=None),
         dict(name="1.attention", attention="linear", exact_for="none", damage=2.75, distance=0.125, features=64,
-             dead=7, clamped=0.015),
+             dead=7, dead_by_head=[3, 4], clamped=0.015),
     ],
     "damage": {"base": 2.5, "scores": {"0.attention": 4.5, "1.attention": 2.75}, "seconds": 1.0},
     "decoding": {
