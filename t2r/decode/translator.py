@@ -21,6 +21,7 @@ from t2r.decode.generate import generate_tokens, prefill_translation
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError, check_seed
 from t2r.files import atomic_file, check_output_file
+from t2r.model.rows import for_decoding
 from t2r.store.model_dir import LoadedModel
 
 # Lines are sorted by length within this many batches, and written after them: a compromise between little padding and
@@ -28,6 +29,7 @@ from t2r.store.model_dir import LoadedModel
 BATCHES_AT_ONCE = 64
 _LISTED_LINES = 10  # in one error message
 _LEAST_WIDTH = 16  # tokens
+_ROWS = 4  # a batch has a multiple of so many sentences, so that few programs are compiled
 
 
 class Translation(NamedTuple):
@@ -62,15 +64,17 @@ def translate_lines(
     model, tokenizer, _ = content
     if not model.config.encoder_layers:
         raise InputError("this model is a language model: give a translation model")
+    model = for_decoding(model)
     check_seed(options.seed)
     encoded = [tokenizer.encode_source(line) if line.strip() else [] for line in lines]
     encoded = fit(encoded, options, tokenizer.source.end, first_line, warn)
     order = sorted((i for i, ids in enumerate(encoded) if ids), key=lambda i: -len(encoded[i]))
     results = [[Translation("", 0.0 if options.sampling is None else None)] for _ in lines]
     on_batch(len(lines) - len(order))
-    for first in range(0, len(order), options.batch):
-        chosen = order[first : first + options.batch]
-        sources = pad([encoded[i] for i in chosen], options.batch)
+    rows = batch_rows(len(order), options.batch)
+    for first in range(0, len(order), rows):
+        chosen = order[first : first + rows]
+        sources = pad([encoded[i] for i in chosen], rows)
         for i, translations in zip(chosen, _translate(model, tokenizer.target, sources, options, first)):
             results[i] = translations
         on_batch(len(chosen))
@@ -94,10 +98,19 @@ def fit(
     return [[*ids[: options.max_source - 1], end] if i in cut else ids for i, ids in enumerate(encoded)]
 
 
+def batch_rows(lines: int, most: int) -> int:
+    """Sentences per batch: as few batches as possible, about equally full, so that little of the last one is empty."""
+    batches = max(1, -(-lines // most))
+    rows = -(-lines // batches)
+    return min(most, -(-rows // _ROWS) * _ROWS)
+
+
 def pad(sequences: list[list[int]], count: int) -> np.ndarray:
-    """`count` sequences padded to a power of two of at least 16 tokens, so that few programs are compiled."""
-    width = max(_LEAST_WIDTH, 1 << (max(map(len, sequences)) - 1).bit_length())
-    return pad_sequences(sequences, count, width)
+    """`count` sequences padded to a multiple of 16 tokens, from 64 on of a quarter of the next smaller power of two:
+    few programs are compiled, and little padding is computed."""
+    longest = max(map(len, sequences))
+    multiple = max(_LEAST_WIDTH, (1 << (longest - 1).bit_length()) // 8)
+    return pad_sequences(sequences, count, -(-longest // multiple) * multiple)
 
 
 def _translate(model, tokenizer, sources: np.ndarray, options: TranslateOptions, first: int) -> list[list[Translation]]:
@@ -144,6 +157,7 @@ def translate_file(
         check_output_file(Path(output))
     if source and output and os.path.realpath(source) == os.path.realpath(output):
         raise InputError(f"--output={output} is the input: choose another file")
+    loaded = loaded._replace(model=for_decoding(loaded.model))  # once, not for each part
     lines, began = read_lines(source), time.perf_counter()
     lines_at_once = options.batch * BATCHES_AT_ONCE
     with writer(output) as write, Progress("translate", len(lines)) as progress:

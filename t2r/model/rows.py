@@ -134,10 +134,16 @@ class RowEmbedding(OutputLayer):
         total = values[:, 0] + jnp.log(jnp.exp(blocks - values[:, 0]).sum(1).sum(0))
         return values - total[:, None], tokens, logits[always] - total
 
-    def loss(self, x: Float[Array, "b n width"], targets: Int[Array, "b n"], key=None, smoothing=0.0, **_: Any) -> Array:
-        """Cross-entropy with each target; sequences one after the other, since all their logits are much memory."""
-        picked = lambda pair: -jnp.take_along_axis(self.log_probs(pair[0]), pair[1][:, None], 1)[:, 0]  # noqa: E731
-        return jax.lax.map(picked, (x, targets))
+    def loss(
+        self, x: Float[Array, "b n width"], targets: Int[Array, "b n"], *_: Any, mask: Array | None = None, **__: Any
+    ) -> Float[Array, "b n"]:
+        """Cross-entropy with each target, for evaluation; 0 where `mask` is False."""
+
+        def sequence_loss(pair: tuple[Array, Array]) -> Float[Array, "n"]:
+            return -jnp.take_along_axis(self.log_probs(pair[0]), pair[1][:, None], 1)[:, 0]
+
+        losses = jax.lax.map(sequence_loss, (x, targets))  # one after the other: all their logits are much memory
+        return losses if mask is None else jnp.where(mask, losses, 0)
 
 
 def top_rows(x: Num[Array, "rows b"], count: int) -> tuple[Num[Array, "b count"], Int[Array, "b count"]]:
@@ -146,7 +152,7 @@ def top_rows(x: Num[Array, "rows b"], count: int) -> tuple[Num[Array, "b count"]
     The `count` largest numbers are in the `count` blocks with the largest maxima. Blocks and numbers that are equal are
     taken in their order, so equal numbers are chosen as `lax.top_k` does.
     """
-    rows, batch = x.shape
+    batch = x.shape[1]
     blocks = x.reshape(-1, BLOCK, batch)
     if count > len(blocks):
         values, index = jax.lax.top_k(x.T, count)

@@ -9,7 +9,7 @@ from t2r.data.pairs import number_pairs
 from t2r.data.tokenizer import FairseqSubwords, SentencePiece, TokenizerPair
 from t2r.decode.beam import Beam
 from t2r.decode.sampling import Sampling
-from t2r.decode.translator import TranslateOptions, pad, translate_lines
+from t2r.decode.translator import TranslateOptions, batch_rows, pad, translate_lines
 from t2r.errors import InputError
 from t2r.store.model_dir import LoadedModel
 
@@ -74,8 +74,13 @@ def test_lines_that_are_too_long_are_refused_or_cut(content):
     assert len(warnings) == 1 and "line 3 " in warnings[0] and len(results) == len(LINES)
 
 
-def test_batches_have_few_widths():
+def test_batches_have_few_shapes_and_little_padding():
     assert pad([[1] * 3], 4).shape == (4, 16) and pad([[1] * 17], 2).shape == (2, 32) == pad([[1] * 32], 2).shape
+    widths = [pad([[1] * length], 1).shape[1] for length in range(1, 1025)]
+    assert len(set(widths)) <= 24
+    assert all(length <= width < max(17, 1.25 * length + 16) for length, width in enumerate(widths, 1))
+    assert batch_rows(100, 32) == 28 and batch_rows(65, 64) == 36 and batch_rows(6400, 64) == 64
+    assert all(-(-lines // batch_rows(lines, 32)) == -(-lines // 32) for lines in range(1, 300))
 
 
 def test_a_language_model_does_not_translate(tokenizer):
