@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from t2r.batch import PADDING, pad_sequences
+from t2r.batch import pad_sequences
 from t2r.console import Progress
 from t2r.data.sources import read_text
 from t2r.data.tokenizer import decoder_start_ids
@@ -55,12 +55,17 @@ def translate_lines(
     lines: Sequence[str],
     options: TranslateOptions = TranslateOptions(),
     *,
+    limits: Sequence[int] | None = None,
     first_line: int = 1,
     warn: Callable[[str], None] = print,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> list[list[Translation]]:
     """The translations of each line, best first: `beam.size` of them, or one that is sampled; an empty line gives one
-    empty translation. `first_line` is the number of the first line, for messages."""
+    empty translation.
+
+    `limits` holds the most tokens of each line's translation, by default `default_limit` of its source's length.
+    `first_line` is the number of the first line, for messages.
+    """
     model, tokenizer, _ = content
     if not model.config.encoder_layers:
         raise InputError("this model is a language model: give a translation model")
@@ -75,7 +80,9 @@ def translate_lines(
     for first in range(0, len(order), rows):
         chosen = order[first : first + rows]
         sources = pad([encoded[i] for i in chosen], rows)
-        for i, translations in zip(chosen, _translate(model, tokenizer.target, sources, options, first)):
+        most = [default_limit(len(encoded[i])) if limits is None else limits[i] for i in chosen]
+        most += [1] * (rows - len(chosen))
+        for i, translations in zip(chosen, _translate(model, tokenizer.target, sources, most, options, first)):
             results[i] = translations
         on_batch(len(chosen))
     return results
@@ -113,12 +120,14 @@ def pad(sequences: list[list[int]], count: int) -> np.ndarray:
     return pad_sequences(sequences, count, -(-longest // multiple) * multiple)
 
 
-def _translate(model, tokenizer, sources: np.ndarray, options: TranslateOptions, first: int) -> list[list[Translation]]:
+def _translate(
+    model, tokenizer, sources: np.ndarray, limits: list[int], options: TranslateOptions, first: int
+) -> list[list[Translation]]:
     start, end, padding = decoder_start_ids(tokenizer), tokenizer.stop, getattr(tokenizer, "padding", None)
     if options.sampling is None:
-        results = beam_search.translate(model, sources, start=start, end=end, padding=padding, beam=options.beam)
+        special = dict(start=start, end=end, padding=padding)
+        results = beam_search.translate(model, sources, beam=options.beam, limits=limits, **special)
         return [[Translation(_line(tokenizer, h.tokens), h.score) for h in hypotheses] for hypotheses in results]
-    limits = [default_limit(int(length)) for length in (sources != PADDING).sum(1)]
     seed = options.seed + first  # different in each batch
     generation = prefill_translation(model, sources, max(limits), start=start, seed=seed)
     # As in beam search: no padding, and no stop token at once.

@@ -11,6 +11,7 @@ from t2r.decode.beam import Beam
 from t2r.decode.sampling import Sampling
 from t2r.decode.translator import TranslateOptions, batch_rows, pad, translate_lines
 from t2r.errors import InputError
+from t2r.model.rows import for_decoding
 from t2r.store.model_dir import LoadedModel
 
 LINES = [
@@ -44,6 +45,20 @@ def test_translations_are_in_the_order_of_the_lines(content):
     for translations in results:
         assert all("\n" not in t.text and "\r" not in t.text for t in translations)
         assert [t.score for t in translations] == sorted((t.score for t in translations), reverse=True)
+
+
+def test_a_limit_of_each_line_is_kept(content):
+    unlimited = translate_lines(content, LINES, TranslateOptions(beam=Beam(1), batch=4))
+    limited = translate_lines(content, LINES, TranslateOptions(beam=Beam(1), batch=4), limits=[2] * len(LINES))
+    whole, cut = ([content.tokenizer.target.encode(t[0].text) for t in results] for results in (unlimited, limited))
+    assert max(map(len, cut)) < max(map(len, whole))
+
+
+def test_8_bit_weights_translate(content):
+    """What is likeliest is seldom near to anything else."""
+    rounded = content._replace(model=for_decoding(content.model, "int8"))
+    exact, results = (translate_lines(c, LINES, TranslateOptions(beam=Beam(1), batch=4)) for c in (content, rounded))
+    np.testing.assert_allclose([t[0].score for t in results], [t[0].score for t in exact], rtol=0.1)
 
 
 def test_sampling_needs_no_beam(content):

@@ -1,0 +1,192 @@
+"""Translation speed of models on a text, in several types of weights, beside CTranslate2, if it can be imported.
+
+All are measured in turn, round after round, so that what else the machine does meanwhile slows all of them alike.
+"""
+
+import functools
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from t2r import environment
+from t2r.benchmark.peers import versions
+from t2r.console import say, table
+from t2r.data.tokenizer import decoder_start_ids
+from t2r.decode import beam as beam_search
+from t2r.decode.beam import Beam
+from t2r.decode.translator import TranslateOptions, pad, read_lines, translate_lines
+from t2r.errors import InputError
+from t2r.evaluation.bleu import check_tokenizer, score_translations
+from t2r.files import make_folder, write_json
+from t2r.model.rows import WEIGHTS, for_decoding
+from t2r.store import model_dir
+
+PEER = "ctranslate2"
+LENGTH_PENALTY = 0.6
+
+
+class Row(NamedTuple):
+    """One line of the table. `translate(lines, limits)` gives each line at most so many tokens; None: no such limit."""
+
+    model: str
+    weights: str
+    beam: int
+    translate: Callable[[Sequence[str], Sequence[int] | None], list[str]]
+
+
+def benchmark_translate(
+    models: Sequence[str],
+    source: str,
+    *,
+    references: str | None = None,
+    weights: Sequence[str] = WEIGHTS,
+    beams: Sequence[int] = (1, 5),
+    batch: int = 32,
+    rounds: int = 3,
+    first: int | None = None,
+    same_lengths: bool = False,
+    peer: str | None = None,
+    output: str | None = None,
+) -> dict[str, Any]:
+    """Sentences per second of each model, type of weights and beam: medians over `rounds`.
+
+    With `same_lengths`, no model generates more tokens for a line than the first model does greedily: for models that
+    are not finetuned, and do not stop. `peer` is the directory of a CTranslate2 model with its `sentencepiece.model`;
+    `references` adds BLEU. Prints a table, writes translate.json into the folder `output`, and returns its content.
+    """
+    unknown = [name for name in weights if name not in WEIGHTS]
+    if unknown:
+        raise InputError(f"weights={','.join(unknown)}: choose from {', '.join(WEIGHTS)}")
+    if references:
+        check_tokenizer("13a")
+    if output:
+        make_folder(Path(output))
+    lines = read_lines(source)[:first]
+    expected = read_lines(references)[: len(lines)] if references else None
+    rows = [row for model in models for row in _rows(model, weights, beams, batch)]
+    notes: list[str] = []
+    if peer:
+        rows += _peer_rows(Path(peer), weights, beams, batch, notes)
+    limits = _lengths(models[0], lines, batch) if same_lengths else None
+    results = _measure(rows, lines, limits, rounds)
+    for row, result in zip(rows, results):
+        translations = result.pop("translations")
+        if expected:
+            result["bleu"] = round(score_translations(translations, expected)["bleu"], 2)
+        against = _speed(results, PEER, row.weights, row.beam)
+        result["relative_to_ctranslate2"] = against and round(result["sentences_per_second"] / against, 2)
+    print(_table(results))
+    for note in notes:
+        say(note)
+    summary = dict(lines=len(lines), batch=batch, rounds=rounds, same_lengths=same_lengths, rows=results, notes=notes)
+    if output:
+        write_json(Path(output) / "translate.json", {"environment": environment.describe(), **summary})
+    return summary
+
+
+def _rows(path: str, weights: Sequence[str], beams: Sequence[int], batch: int) -> list[Row]:
+    loaded = model_dir.load(path)
+    if not loaded.model.config.encoder_layers:
+        raise InputError(f"{path} is a language model: give translation models")
+
+    def translate(
+        content: model_dir.LoadedModel, beam: int, lines: Sequence[str], limits: Sequence[int] | None
+    ) -> list[str]:
+        options = TranslateOptions(beam=Beam(beam, LENGTH_PENALTY), batch=batch)
+        return [found[0].text for found in translate_lines(content, lines, options, limits=limits, warn=say)]
+
+    contents = {name: loaded._replace(model=for_decoding(loaded.model, name)) for name in weights}
+    return [
+        Row(path, name, beam, functools.partial(translate, content, beam))
+        for name, content in contents.items()
+        for beam in beams
+    ]
+
+
+def _lengths(path: str, lines: Sequence[str], batch: int) -> list[int]:
+    """The number of tokens of the model's greedy translation of each line."""
+    model, tokenizer, _ = model_dir.load(path)
+    model, target = for_decoding(model), tokenizer.target
+    special = dict(start=decoder_start_ids(target), end=target.stop, padding=getattr(target, "padding", None))
+    lengths = []
+    for first in range(0, len(lines), batch):
+        sources = pad([tokenizer.encode_source(line) for line in lines[first : first + batch]], batch)
+        results = beam_search.translate(model, sources, beam=Beam(1), **special)
+        lengths += [len(hypotheses[0].tokens) if hypotheses else 0 for hypotheses in results]
+    return lengths[: len(lines)]
+
+
+def _peer_rows(path: Path, weights: Sequence[str], beams: Sequence[int], batch: int, notes: list[str]) -> list[Row]:
+    """CTranslate2 with as many threads as the machine has cores; none, and a note, if it is not installed."""
+    if importlib.util.find_spec(PEER) is None:
+        notes.append(f"{PEER} is skipped: it cannot be imported (pip install {PEER})")
+        return []
+    import ctranslate2
+    import sentencepiece
+
+    subwords = sentencepiece.SentencePieceProcessor(str(path / "sentencepiece.model"))
+    folder = path / "model" if (path / "model").is_dir() else path
+    threads = environment.cores()
+    notes.append(f"{PEER} {versions(PEER)[PEER]}, {threads} threads")
+
+    def translate(translator: Any, beam: int, lines: Sequence[str], limits: Sequence[int] | None) -> list[str]:
+        pieces = subwords.encode(list(lines), out_type=str)
+        options = dict(beam_size=beam, max_batch_size=batch, length_penalty=LENGTH_PENALTY)
+        results = translator.translate_batch(pieces, **options)  # it has no limit for each line, and needs none
+        return [subwords.decode(result.hypotheses[0]) for result in results]
+
+    options = dict(device="cpu", inter_threads=1, intra_threads=threads)
+    translators = {name: ctranslate2.Translator(str(folder), compute_type=name, **options) for name in weights}
+    return [
+        Row(PEER, name, beam, functools.partial(translate, translator, beam))
+        for name, translator in translators.items()
+        for beam in beams
+    ]
+
+
+def _measure(
+    rows: Sequence[Row], lines: Sequence[str], limits: Sequence[int] | None, rounds: int
+) -> list[dict[str, Any]]:
+    """All rows in turn, `rounds` times. First each compiles its programs, which do not depend on the limits."""
+    for row in rows:
+        if row.model != PEER:
+            row.translate(lines, [1] * len(lines))
+            say(f"compiled: {row.model}, {row.weights}, beam {row.beam}")
+    seconds: list[list[float]] = [[] for _ in rows]
+    processor: list[list[float]] = [[] for _ in rows]
+    translations: list[list[str]] = [[] for _ in rows]
+    for number in range(1, rounds + 1):
+        for index, row in enumerate(rows):
+            began, worked = time.perf_counter(), time.process_time()
+            translations[index] = row.translate(lines, limits)
+            took, used = time.perf_counter() - began, time.process_time() - worked
+            seconds[index].append(round(took, 3))
+            processor[index].append(round(used, 3))
+            say(f"round {number}, {row.model}, {row.weights}, beam {row.beam}: {took:.1f} s")
+    return [
+        {
+            "model": row.model,
+            "weights": row.weights,
+            "beam": row.beam,
+            "sentences_per_second": round(len(lines) / statistics.median(times), 2),
+            "seconds": times,
+            "processor_seconds": used,
+            "translations": texts,
+        }
+        for row, times, used, texts in zip(rows, seconds, processor, translations)
+    ]
+
+
+def _speed(results: Sequence[dict[str, Any]], model: str, weights: str, beam: int) -> float | None:
+    key = model, weights, beam
+    same = (r["sentences_per_second"] for r in results if (r["model"], r["weights"], r["beam"]) == key)
+    return next(same, None)
+
+
+def _table(results: Sequence[dict[str, Any]]) -> str:
+    columns = ("model", "weights", "beam", "sentences_per_second", "relative_to_ctranslate2", "bleu")
+    shown = [column for column in columns if any(result.get(column) is not None for result in results)]
+    return table(shown, [[result.get(column) for column in shown] for result in results])
