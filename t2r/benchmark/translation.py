@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,15 @@ class Row(NamedTuple):
     weights: str
     beam: int
     translate: Callable[[Sequence[str], Sequence[int] | None], list[str]]
+
+
+class Result(NamedTuple):
+    """The times of one row, one for each round so far, and its last translations."""
+
+    row: Row
+    seconds: list[float]
+    processor_seconds: list[float]  # of all cores together
+    translations: list[str]
 
 
 def benchmark_translate(
@@ -71,20 +80,27 @@ def benchmark_translate(
     if peer:
         rows += _peer_rows(Path(peer), weights, beams, batch, notes)
     limits = _lengths(models[0], lines, batch) if same_lengths else None
-    results = _measure(rows, lines, limits, rounds)
-    for row, result in zip(rows, results):
-        translations = result.pop("translations")
-        if expected:
-            result["bleu"] = round(score_translations(translations, expected)["bleu"], 2)
-        against = _speed(results, PEER, row.weights, row.beam)
-        result["relative_to_ctranslate2"] = against and round(result["sentences_per_second"] / against, 2)
-    print(_table(results))
+    asked = dict(lines=len(lines), batch=batch, same_lengths=same_lengths, notes=notes)
+    for number, results in enumerate(_measure(rows, lines, limits, rounds), 1):
+        summary = {**asked, "rounds": number, "rows": [_figures(result, results, expected) for result in results]}
+        if output:  # after every round: an interrupted run has measured something, too
+            write_json(Path(output) / "translate.json", {"environment": environment.describe(), **summary})
+    print(_table(summary["rows"]))
     for note in notes:
         say(note)
-    summary = dict(lines=len(lines), batch=batch, rounds=rounds, same_lengths=same_lengths, rows=results, notes=notes)
-    if output:
-        write_json(Path(output) / "translate.json", {"environment": environment.describe(), **summary})
     return summary
+
+
+def _figures(result: Result, results: Sequence[Result], references: list[str] | None) -> dict[str, Any]:
+    """What is reported of one row."""
+    row, lines = result.row, len(result.translations)
+    speed = lambda other: round(lines / statistics.median(other.seconds), 2)  # noqa: E731
+    peer = [other for other in results if other.row[:3] == (PEER, *row[1:3])]
+    figures = {"model": row.model, "weights": row.weights, "beam": row.beam, "sentences_per_second": speed(result)}
+    figures["relative_to_ctranslate2"] = round(speed(result) / speed(peer[0]), 2) if peer else None
+    if references:
+        figures["bleu"] = round(score_translations(result.translations, references)["bleu"], 2)
+    return {**figures, "seconds": result.seconds[:], "processor_seconds": result.processor_seconds[:]}
 
 
 def _rows(path: str, weights: Sequence[str], beams: Sequence[int], batch: int) -> list[Row]:
@@ -149,41 +165,24 @@ def _peer_rows(path: Path, weights: Sequence[str], beams: Sequence[int], batch: 
 
 def _measure(
     rows: Sequence[Row], lines: Sequence[str], limits: Sequence[int] | None, rounds: int
-) -> list[dict[str, Any]]:
-    """All rows in turn, `rounds` times. First each compiles its programs, which do not depend on the limits."""
+) -> Iterator[list[Result]]:
+    """Measures all rows in turn, `rounds` times; yields all results after each round.
+
+    First each row compiles its programs, which do not depend on the limits.
+    """
     for row in rows:
         if row.model != PEER:
             row.translate(lines, [1] * len(lines))
             say(f"compiled: {row.model}, {row.weights}, beam {row.beam}")
-    seconds: list[list[float]] = [[] for _ in rows]
-    processor: list[list[float]] = [[] for _ in rows]
-    translations: list[list[str]] = [[] for _ in rows]
+    results = [Result(row, [], [], []) for row in rows]
     for number in range(1, rounds + 1):
-        for index, row in enumerate(rows):
+        for row, seconds, processor_seconds, translations in results:
             began, worked = time.perf_counter(), time.process_time()
-            translations[index] = row.translate(lines, limits)
-            took, used = time.perf_counter() - began, time.process_time() - worked
-            seconds[index].append(round(took, 3))
-            processor[index].append(round(used, 3))
-            say(f"round {number}, {row.model}, {row.weights}, beam {row.beam}: {took:.1f} s")
-    return [
-        {
-            "model": row.model,
-            "weights": row.weights,
-            "beam": row.beam,
-            "sentences_per_second": round(len(lines) / statistics.median(times), 2),
-            "seconds": times,
-            "processor_seconds": used,
-            "translations": texts,
-        }
-        for row, times, used, texts in zip(rows, seconds, processor, translations)
-    ]
-
-
-def _speed(results: Sequence[dict[str, Any]], model: str, weights: str, beam: int) -> float | None:
-    key = model, weights, beam
-    same = (r["sentences_per_second"] for r in results if (r["model"], r["weights"], r["beam"]) == key)
-    return next(same, None)
+            translations[:] = row.translate(lines, limits)
+            seconds.append(round(time.perf_counter() - began, 3))
+            processor_seconds.append(round(time.process_time() - worked, 3))
+            say(f"round {number}, {row.model}, {row.weights}, beam {row.beam}: {seconds[-1]:.1f} s")
+        yield results
 
 
 def _table(results: Sequence[dict[str, Any]]) -> str:
