@@ -1,8 +1,8 @@
 """Matrices stored by output row, in the activations' type or in 8 bits: the form in which decoding reads them fastest.
 
 A decoding step multiplies each matrix with one vector per sequence. On CPUs the compiler multiplies W (outputs, inputs)
-with few vectors up to three times as fast as the transposed matrix that `nnx.Linear` stores, and 8-bit integers up to
-six times as fast as float32 (results/cpu_translation.md). `for_decoding` replaces a model's matrices; the rest of the
+with few vectors up to three times as fast as the transposed matrix that `nnx.Linear` stores, and 8-bit integers about
+four times as fast as float32 (results/NOTES.md). `for_decoding` replaces a model's matrices; the rest of the
 model, its states included, stays as it is.
 """
 
