@@ -20,7 +20,7 @@ _SPLIT = flags.DEFINE_string("split", None, "train, valid, test or all; default:
 _WINDOW = flags.DEFINE_integer("window", 32, "Tokens that causal attention is reduced to.", lower_bound=1)
 _SINKS = flags.DEFINE_integer("sinks", 4, "First tokens of a sequence that stay, too.", lower_bound=0)
 _LENGTH = flags.DEFINE_integer(
-    "length", None, "Tokens in a sequence, or the most in a source; default: 512, or 128.", lower_bound=2
+    "length", None, "Tokens in a sequence, or the most in a source; default: 512, or 128.", lower_bound=4
 )
 _SEQUENCES = flags.DEFINE_integer("sequences", None, "Sequences or sentences; default: 16, or 96.", lower_bound=1)
 _HEADS = flags.DEFINE_bool("heads", False, "Also measure each key/value head of causal attention.")
