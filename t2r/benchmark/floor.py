@@ -136,8 +136,10 @@ def predicted_crossover(
 
 
 def measured_crossover(transformer: dict[int, float], rnn: dict[int, float]) -> float | str | None:
-    """The length from which the RNN is faster at all measured lengths, interpolated linearly between two of them; "below N"
-    or "above N" if out of range."""
+    """The length from which on the RNN is faster, at all measured lengths, interpolated linearly between two of them.
+
+    "below N" or "above N" if it is out of range.
+    """
     lengths = sorted(transformer.keys() & rnn.keys())
     if not lengths:
         return None

@@ -105,6 +105,12 @@ def damage_on_text(
 ) -> Damage:
     """The damage to a language model's recall of pieces of a text; `options` are those of `measure_damage`."""
     check_length(model.config, length)
+    window = options.get("window") or WINDOW
+    if window >= length:
+        raise InputError(
+            f"a window of {window} tokens leaves nothing of a sequence of {length} out, so no attention is reduced: "
+            "choose a smaller window or longer sequences"
+        )
     repeating = repeated(tokens, length, sequences)
     parts = [repeating[first : first + batch] for first in range(0, len(repeating), batch)]
     return measure_damage(model, [Batch(part) for part in parts], **options)
@@ -293,6 +299,8 @@ def check_plot(path: str | Path) -> None:
         raise InputError(f"--output={path}: a plot is FILE.png or FILE.svg")
     if not path.parent.is_dir():
         raise InputError(f"--output={path}: there is no directory {path.parent}")
+    if path.is_dir():
+        raise InputError(f"--output={path} is a folder: give the name of a file")
 
 
 def plot(damage: Damage, path: str | Path) -> None:

@@ -59,11 +59,10 @@ class HeldOut:
     def samples(self, loaded: LoadedModel, transformer: LoadedModel) -> dict[str, float]:
         """How the transformer finds what a language model writes, in texts as long as a training sequence."""
         length, positions = self._config.data.length, loaded.model.config.max_positions
-        prompt = min(SAMPLE_PROMPT, length // 2)
+        tokens = self._tokens(loaded)
+        prompt = min(SAMPLE_PROMPT, length // 2, len(tokens))
         length = min(length, positions - prompt - 1) if positions else length
-        return score_samples(
-            loaded, self._tokens(loaded), SAMPLES, scorer=transformer, length=length, prompt=prompt, quiet=True
-        )
+        return score_samples(loaded, tokens, SAMPLES, scorer=transformer, length=length, prompt=prompt, quiet=True)
 
     def batch(self, loaded: LoadedModel) -> Batch:
         """Some held-out sequences."""

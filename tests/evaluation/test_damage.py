@@ -8,7 +8,7 @@ from t2r.batch import Batch
 from t2r.benchmark.steps import attention_bytes
 from t2r.conversion.swap import swap
 from t2r.errors import InputError
-from t2r.evaluation.damage import Damage, measure_damage
+from t2r.evaluation.damage import Damage, damage_on_text, measure_damage
 from t2r.evaluation.keep import choose_layers
 from t2r.evaluation.recall import recall, repeated
 from t2r.model.loss import token_losses
@@ -146,3 +146,9 @@ def test_a_budget_is_for_both_kinds_of_attention_of_a_translation_model():
 def test_a_model_without_softmax_has_nothing_to_measure():
     with pytest.raises(InputError, match="no softmax attention left"):
         measure_damage(swap(make_model(micro()), features=4), [Batch(random_tokens(2, 8))])
+
+
+def test_a_window_that_leaves_nothing_out_is_refused():
+    model, text = make_model(micro(adaptive_cutoffs=())), np.asarray(random_tokens(1, 60)[0])
+    with pytest.raises(InputError, match="window of 20 tokens leaves nothing of a sequence of 20 out"):
+        damage_on_text(model, text, length=20, window=20)
