@@ -27,8 +27,8 @@ def code_cells(notebook: dict) -> list[dict]:
 
 def images(notebook: dict) -> list[bytes]:
     """The plots among the outputs, as PNG files."""
-    outputs = [output for cell in code_cells(notebook) for output in cell["outputs"]]
-    return [base64.b64decode(output["data"]["image/png"]) for output in outputs if "image/png" in output.get("data", {})]
+    shown = [output.get("data", {}) for cell in code_cells(notebook) for output in cell["outputs"]]
+    return [base64.b64decode(data["image/png"]) for data in shown if "image/png" in data]
 
 
 def check_outputs(notebook: dict) -> None:
