@@ -4,11 +4,15 @@ import base64
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands.test_import import with_tokenizer
+from tests.importers.make_references import FOLDER
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "colab").glob("*.ipynb"))
@@ -82,6 +86,28 @@ def test_badges_lead_to_the_notebooks_of_the_repository_they_install():
 
 def _source(cell: dict) -> str:
     return "".join(cell["source"])
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_model_of_the_hub_is_imported_or_the_built_in_one_is_used(is_cached, tmp_path):
+    """convert.ipynb without a network: a small Llama is in the hub's cache under the model's name, or nothing is."""
+    pytest.importorskip("huggingface_hub")
+    cells = [_source(cell) for cell in code_cells(read(ROOT / "colab/convert.ipynb"))]
+    (hub_name,) = {name for cell in cells for name in re.findall(r'NAME = "([^"]+)"', cell)}
+    if is_cached:
+        repository = tmp_path / "hub" / "hub" / f"models--{hub_name.replace('/', '--')}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text("0" * 40)
+        with_tokenizer(shutil.copytree(FOLDER / "llama", repository / "snapshots" / ("0" * 40)))
+    (find,) = [cell for cell in cells if "def find_model" in cell]
+    program = f"from pathlib import Path\nimport t2r\nNAME = {hub_name!r}\n{find}"
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, cwd=tmp_path, env=os.environ | offline, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    last = run.stdout.splitlines()[-1]
+    assert last.startswith("runs/transformer 2 layers" if is_cached else "builtin:tiny_lm 4 layers")
+    assert ("cannot be downloaded" in run.stdout) != is_cached
 
 
 @pytest.mark.slow
