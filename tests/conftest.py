@@ -82,6 +82,16 @@ def slow_but(cases, *quick) -> list:
     return [case if case in quick else slow(case) for case in cases]
 
 
+MOST_MAPS = 20_000  # Linux allows a process 65,530 memory maps; on a CPU each compiled program has several
+
+
+def pytest_runtest_teardown():
+    """Forgets compiled programs before a worker, which runs hundreds of tests, has too many."""
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_text().count("\n") > MOST_MAPS:
+        jax.clear_caches()
+
+
 def error(actual, expected) -> float:
     """RMS of the difference over RMS of the expected, over all leaves of two trees."""
     flat = [
