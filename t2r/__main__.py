@@ -119,9 +119,15 @@ def parse_flags(command, arguments: list[str]) -> None:
     except (flags.Error, TypeError, ValueError) as error:
         missing = re.findall(r"flag --(\w+)=None: Flag --\w+ must have a value other than None", str(error))
         message = ", ".join(f"--{name} is missing" for name in missing)
-        raise InputError(f"{message}: see --help" if missing else str(error)) from None
+        raise InputError(f"{message}: see --help" if missing else _in_words(str(error))) from None
     if rest:
         raise InputError(f"unexpected arguments {' '.join(rest)}: write flags as --name=value")
+
+
+def _in_words(error: str) -> str:
+    """An error of absl's flags, without Python's words for a number that cannot be read."""
+    error = re.sub(r"invalid literal for int\(\) with base \d+: .*", "write a whole number", error)
+    return re.sub(r"could not convert string to float: .*", "write a number", error)
 
 
 def _flag_help(command) -> str:

@@ -155,8 +155,8 @@ def layers_to_keep(keep: str, layers: int) -> set[int]:
     try:
         kept = {int(layer) for layer in keep.split(",")}
     except ValueError:
-        measured = "; auto is for t2r convert and t2r train, which measure the model" * keep.startswith("auto")
-        raise InputError(f"keep={keep!r}: use none, every_4th, or layer numbers such as 0,4,8{measured}") from None
+        known = "use none, every_4th, or layer numbers such as 0,4,8; t2r convert and t2r train also measure: auto:2"
+        raise InputError(f"keep={keep!r}: {known}") from None
     missing = sorted(layer for layer in kept if not 0 <= layer < layers)
     if missing:
         raise InputError(f"keep={keep!r}: the model has layers 0 to {layers - 1}, not {', '.join(map(str, missing))}")

@@ -1,6 +1,7 @@
 """The config of a conversion's run: a variant of configs/convert.py for a model, its data and the options given."""
 
 import ast
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -97,13 +98,22 @@ def _shorten(config: ConfigDict, steps: int) -> None:
     config.steps = steps
 
 
+KINDS = {int: "a whole number is needed", float: "a number is needed", bool: "True or False", str: "text is needed"}
+
+
 def set_fields(config: ConfigDict, fields: dict[str, Any]) -> None:
-    """Sets fields by their dotted names; all that do not exist are one error."""
+    """Sets fields by their dotted names; all that do not exist are one error, and all whose type is wrong another."""
     check_overrides(config, list(fields))
-    try:
-        config.update_from_flattened_dict(fields)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"config: {error}") from None
+    problems = []
+    for name, value in fields.items():
+        try:
+            config.update_from_flattened_dict({name: value})
+        except (TypeError, ValueError):
+            *folders, field = name.split(".")
+            kind = functools.reduce(getattr, folders, config).get_type(field)
+            problems.append(f"{name}={value} ({KINDS.get(kind, kind.__name__)})")
+    if problems:
+        raise InputError(f"config fields of the wrong type: {', '.join(problems)}")
 
 
 def parse_fields(assignments: Sequence[str]) -> dict[str, Any]:

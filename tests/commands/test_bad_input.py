@@ -94,6 +94,7 @@ def test_devices_stay_devices_and_links_stay_links(saved_lm, inputs, call, tmp_p
         (["generate", "--seed=-1"], ["seed=-1"]),
         (["generate", "--length=x"], ["--length=x"]),
         (["generate", "stray"], ["unexpected arguments stray"]),
+        (["generate", "--length=abc"], ["--length=abc: write a whole number"]),
         (["generate", "--no_such_flag"], ["no_such_flag"]),
         (["translate", "--beam=0"], ["beam=0 must be at least 1"]),
         (["translate", "--beam=0", "--n_best=2"], ["beam=0 must be at least 1"]),

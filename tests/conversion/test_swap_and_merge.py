@@ -62,7 +62,7 @@ def test_keep_names_the_layers_that_stay_softmax():
         (dict(keep="2,9"), "layers 0 to 1, not 2, 9"),
         (dict(keep="some"), "every_4th"),
         (dict(keep="0,1"), "nothing to swap"),
-        (dict(keep="auto:1"), "auto is for t2r convert and t2r train"),
+        (dict(keep="auto:1"), "t2r convert and t2r train also measure"),
         (dict(window=-1), "window=-1 must be at least 0"),
         (dict(window=4, sinks=-1), "sinks=-1 must be at least 0"),
         (dict(window=-4, sinks=-1), r"window=-4(.|\n)*sinks=-1"),

@@ -163,7 +163,7 @@ def test_the_recipe_follows_the_model_and_its_data():
         (["--recipe=sonnet"], "unknown variant 'sonnet'"),
         (["--set=data.bach=4"], "did you mean 'data.batch'"),
         (["--set=data.batch"], "write FIELD=VALUE"),
-        (["--set=data.batch=many"], "many"),
+        (["--set=data.batch=many", "--set=steps=1.5"], "data.batch=many (a whole number is needed), steps=1.5 ("),
         (["--window=-1"], "config.convert.window=-1"),
         (["--lengths=few"], "few"),
         (["--curve=few"], "--curve=few: give numbers of layers"),
