@@ -1,0 +1,197 @@
+"""Models exported to Hugging Face's form compute in transformers what they compute here."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from conftest import WINDOW, make_model, micro, micro_mt, slow_but
+from t2r.batch import PADDING, pad_sequences
+from t2r.data.tokenizer import stop_ids
+from t2r.decode import beam
+from t2r.decode.beam import Beam
+from t2r.decode.generate import generate_tokens, prefill
+from t2r.export import hugging_face
+from t2r.model.config import AttentionSpec
+from t2r.model.loss import source_states
+from t2r.model.parameters import arrays_of, with_arrays
+from t2r.store import model_dir
+from t2r.store.model_dir import LoadedModel
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+T2R, MERGED, SOFTMAX = AttentionSpec("linear", "t2r", 8), AttentionSpec("merged", "t2r", 8), AttentionSpec()
+
+
+def spec(kind: str, name: str, **fields) -> AttentionSpec:
+    return AttentionSpec(kind, name, None if name == "elu" else 8, **fields)
+
+
+PLAIN = dict(vocab_size=300, adaptive_cutoffs=())
+ROTARY = dict(PLAIN, positions="rotary", norm="rms", gated=True, activation="swish", bias=False, kv_heads=1)
+LANGUAGE_MODELS = {
+    "merged": micro(vocab_size=300, attention=(MERGED, T2R)),
+    "windowed": micro(**ROTARY, attention=(spec("windowed", "t2r", **WINDOW), SOFTMAX)),
+    "softmax": micro(**PLAIN, positions="learned", max_positions=170, embedding_norm=True, tied_output=False),
+    "elu": micro(**PLAIN, attention=(spec("linear", "elu"), spec("windowed", "elu", window=70)), activation="gelu"),
+    "rfa": micro(
+        **PLAIN, attention=(spec("linear", "rfa"), spec("windowed", "rfa", **WINDOW)), positions="sinusoidal_open",
+        activation="gelu_exact", norm_placement="after", output_bias=True, scale_embedding=False, position_offset=2,
+    ),
+    "performer": micro(
+        **PLAIN, attention=(spec("linear", "performer"), spec("windowed", "performer", **WINDOW)), positions="none",
+        norm_placement="both", norm="rms", embedding_multiplier=3.0, final_norm=True,
+    ),
+    "query norm": micro(
+        **ROTARY | dict(kv_heads=2, projection_bias=True, out_bias=True), query_norm=True, norm_placement="output",
+        rope_scaling="llama3", rope_factor=8.0, rope_original=64,
+        attention=(T2R, AttentionSpec(rotary=False, window=9)),
+    ),
+    "norm of all heads": micro(
+        **ROTARY, query_norm=True, query_norm_heads=True, rope_scaling="linear", rope_factor=2.0,
+        attention=(spec("linear", "t2r", rope_theta=500.0), SOFTMAX),
+    ),
+    "parallel": micro(
+        **ROTARY, parallel=True, rope_size=8, rope_scaling="factors", rope_factors=(1.0, 1.5, 2.0, 2.5), rope_gain=1.2,
+        max_positions=170, attention=(spec("linear", "performer"), spec("windowed", "t2r", window=5, sinks=0)),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_modules(tmp_path, monkeypatch):
+    """transformers copies the code of models into its cache of modules: here, into the folder of the test."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]
+
+
+def load(folder, **options):
+    """The exported model and its tokenizer, as a user loads them."""
+    config = json.loads((folder / "config.json").read_text())
+    auto = transformers.AutoModelForSeq2SeqLM if config["is_encoder_decoder"] else transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(folder, trust_remote_code=True, **options)
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+
+
+def exported(folder, content: LoadedModel, **options):
+    hugging_face.save(folder, content, **options)
+    return load(folder)
+
+
+def padded_left(lengths, length: int, vocab: int = 300):
+    """Random tokens (b, length) and their mask: padding comes first."""
+    tokens = np.random.default_rng(0).integers(4, vocab, (len(lengths), length))
+    return tokens, np.arange(length) >= length - np.array(lengths)[:, None]
+
+
+def largest_difference(theirs, ours, mask) -> float:
+    difference = np.abs(theirs.detach().numpy() - np.asarray(ours))[mask]
+    assert np.isfinite(difference).all()
+    return float(difference.max())
+
+
+@pytest.mark.parametrize("kind", slow_but(LANGUAGE_MODELS, "merged", "windowed"))
+def test_a_language_model_equals_the_original(kind, tmp_path, tokenizer):
+    """Logits of a batch with padding, at once and through the cache in pieces and single tokens; greedy generation."""
+    model = make_model(LANGUAGE_MODELS[kind])
+    theirs, _ = exported(tmp_path / "out", LoadedModel(model, tokenizer, {"history": []}))
+    tokens, mask = padded_left([150, 101], 150)
+    ours = jax.jit(lambda tokens, mask: model.logits(model(tokens, mask=mask)[0]))(jnp.asarray(tokens), mask)
+    ids, attention_mask = torch.tensor(tokens), torch.tensor(mask).long()
+    with torch.no_grad():
+        assert largest_difference(theirs(ids, attention_mask=attention_mask).logits, ours, mask) < 1e-4
+        cache, pieces, sizes = None, [], []
+        for first, last in [(0, 70), (70, 140), *((i, i + 1) for i in range(140, 150))]:
+            options = dict(attention_mask=attention_mask[:, :last], past_key_values=cache)
+            out = theirs(ids[:, first:last], **options)
+            cache = out.past_key_values
+            pieces.append(out.logits)
+            sizes.append(cache.state_bytes())
+        assert largest_difference(torch.cat(pieces, 1), ours, mask) < 1e-4
+    has_softmax = any(spec.kind == "softmax" for spec in model.config.attention)
+    assert (len(set(sizes)) == 1) != has_softmax, "only the state of softmax layers grows"
+
+    prompts = [tokens[0, -9:].tolist(), tokens[1, -4:].tolist()]
+    _, expected = generate_tokens(model, prefill(model, prompts, 12), 12, end=stop_ids(tokenizer))
+    batch = torch.tensor([prompts[0], [0] * 5 + prompts[1]])
+    attention_mask = torch.tensor([[1] * 9, [0] * 5 + [1] * 4])
+    output = theirs.generate(batch, attention_mask=attention_mask, max_new_tokens=12, do_sample=False)
+    for row, ids in zip(output[:, 9:].tolist(), expected, strict=True):
+        assert row[: len(ids)] == ids and all(
+            i in (*stop_ids(tokenizer), theirs.config.pad_token_id) for i in row[len(ids) :]
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["merged", "windowed"])
+def test_beam_search_and_sampling_reorder_the_state(kind, tmp_path, tokenizer):
+    """With the cache transformers finds what it finds without one, where every step reads the whole sequence anew."""
+    theirs, _ = exported(tmp_path / "out", LoadedModel(make_model(LANGUAGE_MODELS[kind]), tokenizer, {"history": []}))
+    tokens, mask = padded_left([6, 3], 6)
+    inputs = dict(input_ids=torch.tensor(tokens), attention_mask=torch.tensor(mask).long(), max_new_tokens=15)
+    for options in (
+        dict(num_beams=4, do_sample=False, num_return_sequences=3),
+        dict(do_sample=True, top_k=20, num_return_sequences=2),
+    ):
+        outputs = []
+        for use_cache in (True, False):
+            torch.manual_seed(0)
+            outputs.append(theirs.generate(**inputs, **options, use_cache=use_cache))
+        assert torch.equal(*outputs)
+
+
+TRANSLATORS = {
+    "t2r": micro_mt(vocab_size=340, attention=(T2R,), cross_attention=(T2R,), tied_output=False, output_bias=True),
+    "hybrid": micro_mt(
+        vocab_size=340, attention=(spec("windowed", "t2r", **WINDOW), SOFTMAX), cross_attention=(SOFTMAX, MERGED),
+        shared_embedding=False, source_vocab_size=340, positions="learned", max_positions=60, norm_placement="before",
+        final_norm=True, output_bias=True,
+    ),
+    "rotary": micro_mt(
+        vocab_size=340, attention=(spec("linear", "performer"),), cross_attention=(spec("linear", "performer"),),
+        positions="rotary", query_norm=True, norm="rms", kv_heads=1, output_bias=True,
+    ),
+}  # fmt: skip
+
+# A seed, and a bias of the stop token, with which beam search ends.
+STOPS = {"t2r": (1, 2.5), "hybrid": (1, 0.5), "rotary": (0, 1.0)}
+
+
+def that_stops(model, stop: int, bias: float):
+    """The model, in which the stop token is likelier."""
+    arrays = arrays_of(model)
+    return with_arrays(model, arrays | {"embedding.bias": arrays["embedding.bias"].at[stop].add(bias)})
+
+
+@pytest.mark.parametrize("kind", slow_but(TRANSLATORS, "t2r"))
+def test_a_translation_model_equals_the_original(kind, tmp_path, saved_translator):
+    """Logits, and the translations of greedy and of beam search, token by token."""
+    pair = model_dir.load(saved_translator).tokenizer
+    seed, bias = STOPS[kind]
+    model, stop = that_stops(make_model(TRANSLATORS[kind], seed), pair.target.stop, bias), pair.target.stop
+    theirs, tokens_of = exported(tmp_path / "out", LoadedModel(model, pair, {"history": []}))
+    lines = ["seventy two", "nine hundred and four thousand one"]
+    batch = tokens_of(lines, return_tensors="pt", padding=True)
+    encoded = [pair.encode_source(line) for line in lines]
+    assert [row[: len(ids)] for row, ids in zip(batch.input_ids.tolist(), encoded)] == encoded
+    sources = pad_sequences(encoded, 2, batch.input_ids.shape[1])
+    target = np.random.default_rng(0).integers(4, 340, (2, 20))
+    ours = jax.jit(lambda target, sources: model.logits(model(target, source=source_states(model, sources))[0]))
+    with torch.no_grad():
+        logits = theirs(**batch, decoder_input_ids=torch.tensor(target)).logits
+    assert largest_difference(logits, ours(target, sources), np.ones(target.shape, bool)) < 1e-4
+    assert (sources == PADDING).any()
+    for size in (1, 4):
+        options = dict(end=stop, start=pair.target.start, limits=[40, 40])
+        found = beam.translate(model, sources, beam=Beam(size, 0.6), **options)
+        output = theirs.generate(**batch, num_beams=size, max_new_tokens=41, length_penalty=0.6, do_sample=False)
+        rows = [row[: row.index(stop)] if stop in row else row[:40] for row in output[:, 1:].tolist()]
+        assert rows == [hypotheses[0].tokens for hypotheses in found]
+    assert len({tuple(row) for row in rows}) == 2 and max(map(len, rows)) < 40, "both searches have ended"
