@@ -1,16 +1,31 @@
 """Models exported to Hugging Face's form compute in transformers what they compute here."""
 
+import ast
+import io
 import json
+import shutil
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sentencepiece
 
-from conftest import WINDOW, make_model, micro, micro_mt, slow_but
+from conftest import PROSE, WINDOW, make_model, micro, micro_mt, slow_but
 from t2r.batch import PADDING, pad_sequences
-from t2r.data.tokenizer import stop_ids
+from t2r.data.tokenizer import (
+    KINDS,
+    FairseqSubwords,
+    FairseqWords,
+    Hub,
+    Pieces,
+    SentencePiece,
+    TokenizerPair,
+    Words,
+    prompt_ids,
+    stop_ids,
+)
 from t2r.decode import beam
 from t2r.decode.beam import Beam
 from t2r.decode.generate import generate_tokens, prefill
@@ -20,6 +35,7 @@ from t2r.model.loss import source_states
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.store import model_dir
 from t2r.store.model_dir import LoadedModel
+from tests.commands.test_export import NEW_CODES, SPECIAL, SUBWORDS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -195,3 +211,162 @@ def test_a_translation_model_equals_the_original(kind, tmp_path, saved_translato
         rows = [row[: row.index(stop)] if stop in row else row[:40] for row in output[:, 1:].tolist()]
         assert rows == [hypotheses[0].tokens for hypotheses in found]
     assert len({tuple(row) for row in rows}) == 2 and max(map(len, rows)) < 40, "both searches have ended"
+
+
+@pytest.mark.slow
+def test_the_state_keeps_its_size_over_thousands_of_tokens(tmp_path, tokenizer):
+    config = micro(**PLAIN, attention=(MERGED, spec("windowed", "t2r", **WINDOW)))
+    theirs, _ = exported(tmp_path / "out", LoadedModel(make_model(config), tokenizer, {"history": []}))
+    token, cache, sizes = torch.tensor([[5]]), None, set()
+    with torch.inference_mode():
+        for _ in range(3000):
+            out = theirs(token, past_key_values=cache)
+            cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            sizes.add(cache.state_bytes())
+    heads, features, head_dim, slots = 2, 8, 16, 4
+    linear = 4 * heads * (features * head_dim + features + 1)
+    assert sizes == {2 * linear + 4 * heads * 2 * slots * head_dim + 8}
+    assert cache.get_seq_length() == 3000 and bool(out.logits.isfinite().all())
+
+
+def test_labels_positions_and_types(tmp_path, tokenizer):
+    """The loss is the mean of -log p; tokens beyond the positions are an error; bfloat16 weights are half the size."""
+    model = make_model(micro(**PLAIN, positions="learned", max_positions=12, attention=(MERGED,)))
+    content = LoadedModel(model, tokenizer, {"history": []})
+    theirs, _ = exported(tmp_path / "out", content)
+    ids = torch.tensor(np.random.default_rng(0).integers(4, 300, (2, 12)))
+    out = theirs(ids, labels=ids)
+    log_probs = out.logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])
+    assert abs(float(out.loss) + float(log_probs.mean())) < 1e-5
+    with pytest.raises(ValueError, match="13 tokens are too many: this model has 12 positions"):
+        theirs(ids[:, :1], past_key_values=out.past_key_values)
+    hugging_face.save(tmp_path / "half", content, dtype="bfloat16")
+    assert (tmp_path / "half" / "model.safetensors").stat().st_size < 0.6 * (
+        tmp_path / "out" / "model.safetensors"
+    ).stat().st_size
+    half, _ = load(tmp_path / "half")
+    assert half.dtype == torch.bfloat16 and float((half(ids).logits - out.logits).abs().mean()) < 0.05
+
+
+def test_the_code_needs_neither_t2r_nor_jax():
+    for path in hugging_face.CODE.glob("*.py"):
+        nodes = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        names = {
+            name
+            for node in nodes
+            for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module])
+        }
+        roots = {name.partition(".")[0] for name in names}
+        own = {"configuration_t2r", "tokenizer_sentencepiece"}  # the latter is replaced by the tokenizer's code
+        assert roots <= {"torch", "transformers", "math", "types", "typing", "json", "shutil", "pathlib", *own}
+
+
+def pieces_of(text: str) -> Pieces:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text.splitlines()), model_writer=model, vocab_size=80, minloglevel=2
+    )
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    names = ["</s>", "<unk>", *(processor.id_to_piece(i) for i in range(3, 80)), "<pad>"]
+    return Pieces(model.getvalue(), {name: i for i, name in enumerate(names)})
+
+
+def hub_of(template: str, **ids) -> Hub:
+    library = pytest.importorskip("tokenizers")
+    tokens = library.Tokenizer(library.models.BPE(unk_token="<unk>"))
+    tokens.pre_tokenizer, tokens.decoder = library.pre_tokenizers.Metaspace(), library.decoders.Metaspace()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "en_XX", "de_DE"]
+    trainer = library.trainers.BpeTrainer(vocab_size=90, special_tokens=special, show_progress=False)
+    tokens.train_from_iterator([PROSE], trainer)
+    named = [(name, i) for i, name in enumerate(special)]
+    tokens.post_processor = library.processors.TemplateProcessing(single=template, special_tokens=named)
+    return Hub(tokens.to_str(), **ids)
+
+
+def tokenizers_of_all_kinds(trained: SentencePiece) -> list:
+    german = hub_of("en_XX $A </s>", begin=None, stop=2, start=2, second=4, language=5, padding=1)
+    subwords = FairseqSubwords(SUBWORDS, NEW_CODES)
+    return [
+        trained,
+        SentencePiece(trained._model, begin=1),
+        Words.train(PROSE, 50),
+        FairseqWords([*SPECIAL, "fox", "lazy"]),
+        subwords,
+        hub_of("<s> $A", begin=0, stop=2),
+        hub_of("$A", begin=None, stop=2, other_stops=[3]),
+        TokenizerPair(german, german),
+        TokenizerPair(subwords, FairseqSubwords(SUBWORDS[:-1], NEW_CODES)),
+        TokenizerPair(pieces_of(PROSE), pieces_of(PROSE[: len(PROSE) // 2])),
+        TokenizerPair(trained, trained),
+    ]
+
+
+def test_every_tokenizer_gives_the_same_tokens_and_texts(tmp_path, tokenizer):
+    """Language models' with what must precede a text, translation models' with what is around a source."""
+    cases, kinds = tokenizers_of_all_kinds(tokenizer), set()
+    texts = ["The lazy fox counts two low  boats", "lower é\nfox </s> lazy"]
+    for number, ours in enumerate(cases):
+        folder, pair = tmp_path / f"{number}", isinstance(ours, TokenizerPair)
+        folder.mkdir()
+        source, target = ours if pair else (ours, ours)
+        make = micro_mt if pair else micro
+        sizes = dict(vocab_size=target.vocab_size + 3) | (
+            dict(source_vocab_size=source.vocab_size + 3, shared_embedding=False) if pair else dict(adaptive_cutoffs=())
+        )
+        config = make(**sizes)
+        hugging_face._write_json(folder / "config.json", hugging_face.config_json(config, ours, "float32"))
+        hugging_face.save_tokenizer(folder, config, ours)
+        shutil.copy(hugging_face.CODE / "configuration_t2r.py", folder)
+        theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+        for text in texts:
+            expected = ours.encode_source(text) if pair else prompt_ids(ours, ours.encode(text))
+            assert theirs(text).input_ids == expected
+            ids = [i for i in target.encode(text) if i not in theirs.all_special_ids]
+            assert theirs.decode(ids, skip_special_tokens=True) == target.decode(ids)
+        if pair and target.kind != "hub":
+            assert theirs(text_target=texts[0]).input_ids == [*target.encode(texts[0]), target.stop]
+        batch = theirs(texts, padding=True)
+        assert len({len(row) for row in batch.input_ids}) == 1 and batch.attention_mask[0][-1] == (not pair)
+        theirs.save_pretrained(folder / "again")
+        kinds.add(target.kind)
+    assert kinds == {kind.kind for kind in KINDS}
+
+
+def test_the_command_writes_a_model_card(tmp_path, tokenizer, call):
+    history = [
+        {"action": "import", "source": "org/small", "commit": "1" * 40},
+        {"action": "convert", "source": str(tmp_path / "secret" / "model"), "feature_map": "t2r", "keep": "1"},
+        {"action": "train", "config": {"steps": 2000, "data": {"source": f"text:{tmp_path}/my.txt"}}},
+    ]
+    model = make_model(micro(**PLAIN, attention=(MERGED, SOFTMAX)))
+    model_dir.save(tmp_path / "rnn", LoadedModel(model, tokenizer, {"history": history}))
+    (tmp_path / "rnn.run").mkdir()
+    scores = {"transformer": {"perplexity": 12.3456}, "converted": {"perplexity": 13.5, "recall": None}}
+    report = {"held_out": f"text:{tmp_path}/my.txt", "scores": scores}
+    (tmp_path / "rnn.run" / "report.json").write_text(json.dumps(report))
+    command = ["export", "--format=huggingface", f"--model={tmp_path}/rnn"]
+    status, result = call(*command, f"--output={tmp_path}/out")
+    assert status == 0, result
+    assert result["files"].keys() == {path.name for path in (tmp_path / "out").iterdir()}
+    card = (tmp_path / "out" / "README.md").read_text()
+    front = card.split("---\n")[1]
+    assert "library_name: transformers" in front and 'base_model: "org/small"' in front
+    assert "text-generation" in front and str(tmp_path) not in card
+    assert "| 0 | merged | t2r | 8 | none |" in card and "| 1 | softmax |  |  | all |" in card
+    assert "| converted | 13.5 |" in card and "| transformer | 12.35 |" in card and "2,000 steps" in card
+    assert "Layers 1 have softmax attention" in card and "trust_remote_code=True" in card
+    (tmp_path / "rnn.run" / "report.json").write_text("[]")
+    for flags, message in (
+        ([f"--output={tmp_path}/other"], "a JSON object is needed"),
+        ([f"--output={tmp_path}/out"], "exists already"),
+        (
+            [f"--output={tmp_path}/other", "--capacity=9"],
+            "--capacity: with --format=huggingface there is no such limit",
+        ),
+        ([f"--output={tmp_path}/other", "--format=onnx"], "--format"),
+    ):
+        status, printed = call(*command, *flags)
+        assert status == 2 and message in printed, printed
+    assert not (tmp_path / "other").exists()
