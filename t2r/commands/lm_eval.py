@@ -13,10 +13,16 @@ ARGUMENTS: list[str] = []  # of the harness, which parses them itself
 
 
 def main() -> None:
+    from t2r.errors import InputError
     from t2r.extras import require
 
     harness = require("lm_eval.__main__", "lm_eval")
     from t2r.evaluation import harness as models  # noqa: F401 - registers the model t2r
 
     sys.argv = ["lm_eval", *ARGUMENTS]
-    harness.cli_evaluate()
+    try:
+        harness.cli_evaluate()
+    except ValueError as error:
+        if not str(error).startswith("Tasks not found"):
+            raise
+        raise InputError(f"{error}; `t2r lm_eval ls tasks` lists all, --include_path adds a folder of yours") from None

@@ -41,11 +41,11 @@ class HarnessModel(TemplateLM):
         self,
         model: str | None = None,
         batch_size: int | str | None = None,
-        max_length: int | None = None,
+        max_length: int | str | None = None,
         dtype: str = "float32",
         device: str | None = None,
-        seed: int = 0,
-        max_batch_size: int | None = None,
+        seed: int | str = 0,
+        max_batch_size: int | str | None = None,
         **unknown: Any,
     ):
         super().__init__()

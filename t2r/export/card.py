@@ -64,12 +64,19 @@ LIBRARIES = {
     "pieces": " The tokenizer needs the package `sentencepiece`.",
     "fairseq_subword": " The tokenizer needs the package `sacremoses`.",
 }
+AGAIN = "remove it, or copy it again"
 
 
 def find_report(model: Path) -> dict[str, Any] | None:
     """The report that `t2r convert --finetune` wrote of this model beside it, in MODEL.run, if there is one."""
     path = model.with_name(f"{model.name}.run") / "report.json"
-    return read_json(path, "remove it, or copy it again") if path.exists() else None
+    if not path.exists():
+        return None
+    report = read_json(path, AGAIN)
+    scores = report.get("scores")
+    if not isinstance(scores, dict) or not all(isinstance(row, dict) for row in scores.values()):
+        raise InputError(f"{path} has no scores of models: {AGAIN}")
+    return report
 
 
 def write(name: str, content: LoadedModel, report: Mapping[str, Any] | None = None) -> str:
@@ -148,9 +155,7 @@ def _event(entry: Any) -> str:
 
 def _scores(report: Mapping[str, Any]) -> str:
     """The table of scores of a report of `t2r convert --finetune`."""
-    scores = report.get("scores")
-    if not isinstance(scores, dict) or not all(isinstance(row, dict) for row in scores.values()):
-        raise InputError("the report.json beside the model has no scores: remove it, or copy it again")
+    scores = report["scores"]
     measures = list(dict.fromkeys(measure for row in scores.values() for measure in row))
     rows = [["model", *measures], ["---"] * (len(measures) + 1)]
     rows += [[name, *(_number(row.get(measure)) for measure in measures)] for name, row in scores.items()]

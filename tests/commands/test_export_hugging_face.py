@@ -113,7 +113,7 @@ def largest_difference(theirs, ours, mask) -> float:
     return float(difference.max())
 
 
-@pytest.mark.parametrize("kind", slow_but(LANGUAGE_MODELS, "merged", "windowed"))
+@pytest.mark.parametrize("kind", slow_but(LANGUAGE_MODELS, "merged"))
 def test_a_language_model_equals_the_original(kind, tmp_path, tokenizer):
     """Logits of a batch with padding, at once and through the cache in pieces and single tokens; greedy generation."""
     model = make_model(LANGUAGE_MODELS[kind])
@@ -186,7 +186,8 @@ def that_stops(model, stop: int, bias: float):
     return with_arrays(model, arrays | {"embedding.bias": arrays["embedding.bias"].at[stop].add(bias)})
 
 
-@pytest.mark.parametrize("kind", slow_but(TRANSLATORS, "t2r"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TRANSLATORS)
 def test_a_translation_model_equals_the_original(kind, tmp_path, saved_translator):
     """Logits, and the translations of greedy and of beam search, token by token."""
     pair = model_dir.load(saved_translator).tokenizer
@@ -219,16 +220,17 @@ def test_the_state_keeps_its_size_over_thousands_of_tokens(tmp_path, tokenizer):
     theirs, _ = exported(tmp_path / "out", LoadedModel(make_model(config), tokenizer, {"history": []}))
     token, cache, sizes = torch.tensor([[5]]), None, set()
     with torch.inference_mode():
-        for _ in range(3000):
+        for _ in range(2000):
             out = theirs(token, past_key_values=cache)
             cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
             sizes.add(cache.state_bytes())
     heads, features, head_dim, slots = 2, 8, 16, 4
     linear = 4 * heads * (features * head_dim + features + 1)
     assert sizes == {2 * linear + 4 * heads * 2 * slots * head_dim + 8}
-    assert cache.get_seq_length() == 3000 and bool(out.logits.isfinite().all())
+    assert cache.get_seq_length() == 2000 and bool(out.logits.isfinite().all())
 
 
+@pytest.mark.slow
 def test_labels_positions_and_types(tmp_path, tokenizer):
     """The loss is the mean of -log p; tokens beyond the positions are an error; bfloat16 weights are half the size."""
     model = make_model(micro(**PLAIN, positions="learned", max_positions=12, attention=(MERGED,)))
@@ -266,10 +268,10 @@ def test_the_code_needs_neither_t2r_nor_jax():
 def pieces_of(text: str) -> Pieces:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(text.splitlines()), model_writer=model, vocab_size=80, minloglevel=2
+        sentence_iterator=iter(text.splitlines()), model_writer=model, vocab_size=60, minloglevel=2
     )
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    names = ["</s>", "<unk>", *(processor.id_to_piece(i) for i in range(3, 80)), "<pad>"]
+    names = ["</s>", "<unk>", *(processor.id_to_piece(i) for i in range(3, 60)), "<pad>"]
     return Pieces(model.getvalue(), {name: i for i, name in enumerate(names)})
 
 
@@ -327,8 +329,9 @@ def test_every_tokenizer_gives_the_same_tokens_and_texts(tmp_path, tokenizer):
             assert theirs.decode(ids, skip_special_tokens=True) == target.decode(ids)
         if pair and target.kind != "hub":
             assert theirs(text_target=texts[0]).input_ids == [*target.encode(texts[0]), target.stop]
-        batch = theirs(texts, padding=True)
-        assert len({len(row) for row in batch.input_ids}) == 1 and batch.attention_mask[0][-1] == (not pair)
+        batch = theirs([*texts, "fox"], padding=True)
+        assert len({len(row) for row in batch.input_ids}) == 1
+        assert 0 in batch.attention_mask[2] and batch.attention_mask[2][-1] == (not pair), "on the left, or at the end"
         theirs.save_pretrained(folder / "again")
         kinds.add(target.kind)
     assert kinds == {kind.kind for kind in KINDS}

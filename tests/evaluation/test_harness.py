@@ -1,11 +1,13 @@
 """Models in lm-evaluation-harness: what it is told is what a naive computation gives, and what its own models say."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -49,15 +51,17 @@ def harness_model(path, **options):
     return HarnessModel.create_from_arg_obj({"model": str(path), **options}, {"batch_size": 1, "device": "cuda:0"})
 
 
-def log_probs(content: LoadedModel, ids: list[int]) -> np.ndarray:
-    """Of each next token after each of these, one sequence at a time."""
-    model = content.model
-    return np.asarray(model.log_probs(model(jnp.asarray([ids]))[0]))[0]
+@functools.cache
+def compiled(path: Path):
+    """The log-probabilities of each next token after each of 60, of one sequence."""
+    model = model_dir.load(path).model
+    return jax.jit(lambda ids: model.log_probs(model(ids)[0]))
 
 
-def naive(content: LoadedModel, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    ids = [*context, *continuation][-61:]
-    scores = log_probs(content, ids[:-1])[-len(continuation) :]
+def naive(path: Path, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    ids = [*context, *continuation][-61:-1]
+    scores = np.asarray(compiled(path)(jnp.asarray([ids + [0] * (60 - len(ids))])))[0, : len(ids)]
+    scores = scores[-len(continuation) :]
     rows = range(len(continuation))
     return float(scores[rows, continuation].sum()), scores.argmax(-1).tolist() == continuation
 
@@ -79,7 +83,7 @@ def test_likelihoods_equal_a_naive_computation(saved):
         context, continuation = context.rstrip(), context[len(context) - spaces :] + continuation
         before = [1, *tokenizer.encode(context)]
         whole = [1, *tokenizer.encode(context + continuation)]
-        expected = naive(content, before, whole[len(before) :])
+        expected = naive(path, before, whole[len(before) :])
         assert abs(answer[0] - expected[0]) < 1e-3 and answer[1] == expected[1]
     single = harness_model(path).loglikelihood(of_kind("loglikelihood", *pairs))
     assert np.allclose([score for score, _ in single], [score for score, _ in found], atol=1e-4)
@@ -90,11 +94,11 @@ def test_texts_longer_than_the_positions_are_scored_in_windows(saved):
     path, content = saved
     long = [1, *content.tokenizer.encode(WORDS * 3)]
     assert 120 < len(long) < 180
-    expected = naive(content, [1], long[:60])[0]
-    expected += naive(content, long[59:60], long[60:120])[0]
+    expected = naive(path, [1], long[:60])[0]
+    expected += naive(path, long[59:60], long[60:120])[0]
     rest = long[120:]
-    expected += naive(content, long[-61 : -len(rest)], rest)[0]
-    short = naive(content, [1], [1, *content.tokenizer.encode("The fox")])[0]
+    expected += naive(path, long[-61 : -len(rest)], rest)[0]
+    short = naive(path, [1], [1, *content.tokenizer.encode("The fox")])[0]
     found = harness_model(path, batch_size=2).loglikelihood_rolling(of_kind("", (WORDS * 3,), ("The fox",)))
     assert np.allclose(found, [expected, short], atol=1e-3)
 
