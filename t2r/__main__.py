@@ -62,7 +62,7 @@ def _run(arguments: list[str]) -> int:
     from t2r import commands
 
     modules = [module.name for module in pkgutil.iter_modules(commands.__path__)]
-    names = [name.replace("_", " ") for name in modules if not name.startswith("_")]
+    names = [name.replace("benchmark_", "benchmark ") for name in modules if not name.startswith("_")]
     names.sort(key=lambda name: (name.startswith("benchmark"), name))
     if " ".join(arguments[:2]) in names:  # two words, such as `benchmark compile`
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
@@ -78,7 +78,7 @@ def _run(arguments: list[str]) -> int:
         return 0 if wants_help else 2
     command = importlib.import_module(_module(arguments[0]))
     if {"--help", "-h", "-help"} & set(arguments):
-        print(f"{command.__doc__}\n{_flag_help(command)}")
+        print(command.__doc__ + ("" if hasattr(command, "ARGUMENTS") else f"\n{_flag_help(command)}"))
         return 0
 
     from t2r.compilation_cache import use_compilation_cache
@@ -93,7 +93,8 @@ def _run(arguments: list[str]) -> int:
         with interruptible():
             parse_flags(command, arguments)
             result = command.main()
-            finish(result, command.report_stream() if hasattr(command, "report_stream") else None)
+            if result is not None:  # another program's command line, which prints its own
+                finish(result, command.report_stream() if hasattr(command, "report_stream") else None)
     except KeyboardInterrupt:
         resumes = getattr(command, "RESUMES", False)  # or a function that tells
         resumes = resumes() if callable(resumes) else resumes
@@ -110,6 +111,9 @@ def parse_flags(command, arguments: list[str]) -> None:
     for argument in arguments:
         if not argument.isprintable() and any("\udc80" <= character <= "\udcff" for character in argument):
             raise InputError(f"{argument!a} is not UTF-8 text")
+    if hasattr(command, "ARGUMENTS"):  # those of another program, which parses them itself
+        command.ARGUMENTS[:] = arguments[1:]
+        return
     if hasattr(command, "_CONFIG"):
         from t2r.training.config import check_arguments
 

@@ -1,11 +1,13 @@
-"""Import a pretrained transformer from a Hugging Face directory, a fairseq checkpoint or a GGUF file.
+"""Import a pretrained transformer from Hugging Face (a directory, or the hub), fairseq or a GGUF file.
 
-t2r import --source=DIR_OR_FILE --output=MODEL [--dtype=float16] [--source_language=de_DE] [--target_language=en_XX]
+t2r import --source=SOURCE --output=MODEL [--dtype=float16] [--source_language=de_DE] [--target_language=en_XX]
 
 Hugging Face (config.json, safetensors, tokenizer files): Llama, Mistral, Qwen2, Qwen3, Phi-3 and Phi-4, OLMo 2,
 Granite, SmolLM to SmolLM3, Gemma, Gemma 3, StableLM, GPT-J, GPT-NeoX and Pythia, Falcon, GPT-2 and OPT; for translation
 Marian (OPUS-MT), BART, mBART, M2M-100, NLLB and Pegasus. For multilingual models, choose the languages with
---source_language and --target_language; by default the model's files decide.
+--source_language and --target_language; by default the model's files decide. SOURCE is a directory, or the name of a
+model of the hub, ORG/NAME or ORG/NAME@REVISION, if there is no such path. It is downloaded into the hub's own cache;
+HF_HOME, HF_TOKEN and HF_HUB_OFFLINE hold.
 
 fairseq: transformer_lm, with or without adaptive input and softmax, and transformer (translation). --source is a .pt
 file, or a directory with one (of several, checkpoint_best.pt or model.pt). Next to it must be dict.txt, or
@@ -25,7 +27,8 @@ from absl import flags
 _SOURCE = flags.DEFINE_string(
     "source",
     None,
-    "Directory with config.json, safetensors and a tokenizer; or a fairseq checkpoint or GGUF file.",
+    "Directory with config.json, safetensors and a tokenizer; ORG/NAME of the Hugging Face hub; fairseq checkpoint; "
+    "GGUF file.",
     required=True,
 )
 _OUTPUT = flags.DEFINE_string("output", None, "Model directory to write; must not exist.", required=True)

@@ -115,6 +115,10 @@ class SentencePiece:
     def decode(self, ids: Sequence[SupportsIndex]) -> str:
         return self._processor.decode([int(i) for i in ids])
 
+    def tokens(self) -> list[str]:
+        """The subwords, in the order of their ids."""
+        return [self._processor.id_to_piece(i) for i in range(self.vocab_size)]
+
     def save(self, folder: Path) -> None:
         (folder / self.file).write_bytes(self._model)
         if self.begins:
@@ -177,6 +181,10 @@ class Words:
     def decode(self, ids: Sequence[SupportsIndex]) -> str:
         return " ".join("\n" if i == self.end else self._words[i] for i in ids)
 
+    def tokens(self) -> list[str]:
+        """The words, in the order of their ids."""
+        return list(self._words)
+
     def save(self, folder: Path) -> None:
         (folder / self.file).write_text("\n".join(self._words), "utf-8")
 
@@ -231,6 +239,10 @@ class FairseqSubwords:
         lines = f"{' '.join(pieces)} ".replace("@@ ", "").split("\n")
         return "\n".join(self._moses[1].detokenize(line.split()) if self._language else line.strip() for line in lines)
 
+    def tokens(self) -> list[str]:
+        """The subwords, in the order of their ids."""
+        return list(self._words)
+
     def save(self, folder: Path) -> None:
         content = {"words": self._words, "codes": self._codes, "language": self._language}
         (folder / self.file).write_text(json.dumps(content, ensure_ascii=False), "utf-8")
@@ -258,7 +270,7 @@ class Hub:
         language: int | None = None,
         padding: int | None = None,
     ):
-        self._content, self._begin = content, _positive(begin)
+        self.content, self._begin = content, _positive(begin)
         self._tokens = require("tokenizers", "hub").Tokenizer.from_str(content)
         self.vocab_size = self._tokens.get_vocab_size()
         self.stop, self.begins, self.other_stops = stop, begin is not None, tuple(other_stops)
@@ -285,7 +297,7 @@ class Hub:
         return self._tokens.decode([int(i) for i in ids])
 
     def save(self, folder: Path) -> None:
-        (folder / self.file).write_text(self._content, "utf-8")
+        (folder / self.file).write_text(self.content, "utf-8")
         ids = {"begin": self._begin, "stop": self.stop, "start": self.start, "other_stops": self.other_stops}
         ids |= {"second": self.second, "language": self._language, "padding": self.padding}
         (folder / self.ids_file).write_text(json.dumps(ids) + "\n")
@@ -342,6 +354,10 @@ class Pieces:
     def decode(self, ids: Sequence[SupportsIndex]) -> str:
         pieces = [self._pieces.get(int(i), "<unk>") for i in ids if int(i) not in self._hidden]
         return "".join(pieces).replace("\u2581", " ").strip()
+
+    def tokens(self) -> list[str]:
+        """The pieces, in the order of their ids, which may have gaps."""
+        return [self._pieces.get(i, f"<unused_{i}>") for i in range(self.vocab_size)]
 
     def save(self, folder: Path) -> None:
         (folder / self.file).write_bytes(self._model)

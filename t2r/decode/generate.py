@@ -36,15 +36,25 @@ class Generation(NamedTuple):
 
 
 def prefill(
-    model: LanguageModel, prompts: Sequence[Sequence[int]], length: int, *, seed: int = 0, chunk: int = PREFILL_CHUNK
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    length: int,
+    *,
+    seed: int = 0,
+    chunk: int = PREFILL_CHUNK,
+    width: int = 1,
 ) -> Generation:
-    """Reads prompts of any lengths into a state with space for `length` more tokens."""
+    """Reads prompts of any lengths into a state with space for `length` more tokens.
+
+    They are padded to at least `width` tokens: batches of one width share compiled programs.
+    """
     if not prompts or min(map(len, prompts)) < 1:
         raise InputError("a prompt needs at least one token: use the end-of-text token for an empty one")
     longest = max(map(len, prompts))
     check_length(model.config, longest + length)
-    check_memory(model, len(prompts), longest + length)
-    state = _prefill_in_chunks(model, model.init_state(len(prompts), longest + length), prompts, chunk)
+    capacity = max(longest, width) + length
+    check_memory(model, len(prompts), capacity)
+    state = _prefill_in_chunks(model, model.init_state(len(prompts), capacity), prompts, chunk, width)
     return Generation(state, _last(prompts), jnp.zeros(len(prompts), bool), jax.random.key_data(jax.random.key(seed)))
 
 
@@ -79,11 +89,11 @@ def append_prompts(
 
 
 def _prefill_in_chunks(
-    model: LanguageModel, state: DecodeState, sequences: Sequence[Sequence[int]], chunk: int
+    model: LanguageModel, state: DecodeState, sequences: Sequence[Sequence[int]], chunk: int, width: int = 1
 ) -> DecodeState:
     """The state after all but the last token of each sequence; the first decoding step reads that one."""
     # Padding on the left aligns the ends of all sequences. It is masked: it takes no position and enters no state.
-    width = max(len(ids) for ids in sequences) - 1
+    width = max(width, *map(len, sequences)) - 1
     tokens, mask = np.zeros((len(sequences), width), np.int32), np.zeros((len(sequences), width), bool)
     for index, ids in enumerate(sequences):
         if len(ids) > 1:

@@ -117,7 +117,7 @@ def _describe_tokenizer(tokenizer: Tokenizer | TokenizerPair) -> dict[str, Any]:
         ids = {"before": before, "end": tokenizer.end, "stops": list(stop_ids(tokenizer))}
         return {"kind": tokenizer.kind, "folder": ".", **ids}
     source, target = tokenizer
-    before, after = _around(tokenizer.encode_source("a"), source.encode("a"))
+    before, after = around(tokenizer.encode_source("a"), source.encode("a"))
     folders = (".", ".") if tokenizer.joint else ("source", "target")
     return {
         "source": {"kind": source.kind, "folder": folders[0], "before": before, "after": after},
@@ -130,7 +130,7 @@ def _describe_tokenizer(tokenizer: Tokenizer | TokenizerPair) -> dict[str, Any]:
     }
 
 
-def _around(whole: list[int], inside: list[int]) -> tuple[list[int], list[int]]:
+def around(whole: list[int], inside: list[int]) -> tuple[list[int], list[int]]:
     """The special tokens before and after a sentence's own tokens."""
     position = next(i for i in range(len(whole)) if whole[i : i + len(inside)] == inside)
     return whole[:position], whole[position + len(inside) :]

@@ -7,7 +7,7 @@ from t2r import environment
 from t2r.data.tokenizer import Tokenizer, TokenizerPair
 from t2r.errors import InputError
 from t2r.files import check_free
-from t2r.importers import fairseq, gguf_model, gguf_tokenizer, hugging_face, tokenizers
+from t2r.importers import fairseq, gguf_model, gguf_tokenizer, hub, hugging_face, tokenizers
 from t2r.importers.gguf_file import GGUFFile, is_gguf
 from t2r.model.config import ModelConfig
 from t2r.model.parameters import Arrays, abstract_model, parameter_count, with_arrays
@@ -33,14 +33,17 @@ def import_model(
     target_language: str | None = None,
     dtype: str = "float32",
 ) -> dict[str, Any]:
-    """Writes a model directory, its weights as `dtype`, from a Hugging Face directory, a fairseq checkpoint or a GGUF
-    file; returns a summary."""
+    """Writes a model directory, its weights as `dtype`, from a Hugging Face directory, a fairseq checkpoint, a GGUF
+    file, or a model of the Hugging Face hub, `ORG/NAME` or `ORG/NAME@REVISION`; returns a summary."""
     source, output = Path(source), Path(output)
     check_free(output)
-    imported = read_source(source, tokenizers.Languages(source_language, target_language))
+    downloaded = hub.download(str(source)) if hub.is_name(source) else None
+    folder = downloaded.folder if downloaded else source
+    imported = read_source(folder, tokenizers.Languages(source_language, target_language))
     entry = {
         "action": "import",
         "source": str(source),
+        **({"commit": downloaded.commit} if downloaded else {}),
         "architecture": imported.architecture,
         "environment": environment.describe(),
     }
@@ -59,7 +62,8 @@ def read_source(source: Path, languages: tokenizers.Languages = tokenizers.Langu
     """Reads a Hugging Face directory (it has a config.json), a GGUF file, or a fairseq checkpoint (a .pt file)."""
     if not source.exists():
         raise InputError(
-            f"{source} does not exist: give a directory or a checkpoint on this machine; nothing is downloaded"
+            f"{source} does not exist: give a directory or a checkpoint on this machine, or a model of the Hugging "
+            "Face hub as ORG/NAME"
         )
     if (source / "provenance.json").exists():
         raise InputError(f"{source} is a t2r model directory already: use it as it is")

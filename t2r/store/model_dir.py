@@ -20,7 +20,7 @@ from t2r.model.transformer import LanguageModel
 from t2r.store import tensors
 
 FORMAT = "t2r/1"
-PURPOSE = "give a t2r model directory, or builtin:NAME"
+PURPOSE = "give a t2r model directory, or builtin:NAME; other models are imported first, with `t2r import`"
 PRETRAINED = Path(__file__).parent.parent / "pretrained"
 
 
@@ -99,7 +99,10 @@ def _check_format(path: Path, stored: Any) -> None:
         return
     if str(stored).startswith("t2r/"):
         raise InputError(f"{path} has format {stored!r}, this version of t2r reads {FORMAT!r}: install a newer t2r")
-    raise InputError(f"{path.parent} is not a t2r model directory: its config.json has no format {FORMAT!r}")
+    raise InputError(
+        f"{path.parent} is not a t2r model directory: its config.json has no format {FORMAT!r}; other models are "
+        "imported first, with `t2r import`"
+    )
 
 
 def _family(config: ModelConfig) -> str:

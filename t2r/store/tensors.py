@@ -59,11 +59,11 @@ class Tensors(Mapping):
         return len(self._entries)
 
 
-def write(path: Path, arrays: Mapping[str, Any], dtype: str) -> None:
-    """Writes arrays as `dtype`; each is converted just before it is written."""
+def write(path: Path, arrays: Mapping[str, Any], dtype: str, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes arrays as `dtype`; each is converted just before it is written. `metadata` is for other libraries."""
     kind = np.dtype(dtype)
     code = next(code for code, numpy_type in TYPES.items() if kind == numpy_type)
-    header, end = {}, 0
+    header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
     for name, array in arrays.items():
         begin, end = end, end + array.size * kind.itemsize
         header[name] = {"dtype": code, "shape": array.shape, "data_offsets": [begin, end]}
