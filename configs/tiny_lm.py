@@ -8,8 +8,8 @@ VARIANT is
     t2r_long      conversion and 3,000 steps with larger batches
     t2r_75, elu, rfa, performer, phi_frozen, phi_only, softmax    other conversions; each also with _long
     t2r_scratch   T2R from random initialisation, as many steps as the transformer
-With _k4, _k8, _k16, ... after t2r, phi_frozen or t2r_scratch: another feature size than 32, as in t2r_k8 (Figures 4 to 6
-of the paper; launch/analyze_tiny trains and draws them).
+With _k4, _k8, _k16, ... after t2r, phi_frozen or t2r_scratch: another feature size than 32, as in t2r_k8 (for Figures 4
+to 6 of the paper, which launch/analyze_tiny trains and draws).
 
 Measured times and perplexities: results/tiny_lm.md.
 """
