@@ -43,7 +43,7 @@ def test_distances_to_a_reference():
 
 
 def test_weights_that_are_no_distribution():
-    """Small weights, of a clamped normaliser, are a distribution when scaled; none at all, and negative ones, are not."""
+    """Small weights, of a clamped normaliser, are a distribution when scaled; none at all, or negative ones, not."""
     small = one_query([0.005, 0.005], [0.5, 0.5])
     assert small["entropy"] == pytest.approx(np.log(2), rel=1e-5) and small["kl"] == pytest.approx(0, abs=1e-5)
     assert small["distance"] == pytest.approx(0.495 * 2**0.5, rel=1e-5)
