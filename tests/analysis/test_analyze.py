@@ -34,7 +34,7 @@ def test_what_a_model_is_from_its_provenance():
     assert described([TRAIN, SWAP, trained("all_but_feature_maps")]).series == "finetuned, φ frozen"
     assert described([TRAIN, SWAP, trained("feature_maps")]).series == "only φ trained"
     assert described([TRAIN, SWAP, TRAIN]).features == 8
-    assert described([TRAIN, SWAP, TRAIN, {"action": "merge"}], AttentionSpec("merged", None, 8)).features == 8
+    assert described([TRAIN, SWAP, TRAIN, {"action": "merge"}], AttentionSpec("merged", "t2r", 8)).features == 8
     assert described([TRAIN], AttentionSpec()).series == "transformer"
 
 
@@ -56,7 +56,7 @@ def test_figures_have_a_curve_for_each_series(tmp_path):
     """Of Figure 4 models before finetuning are left out; the transformer is a line."""
     models = [model("transformer", None, 60.0, 0.0, 1.0)]
     models += [model(SWAPPED, k, 200.0, 0.9, 3.0) for k in (4, 8)]
-    models += [model("finetuned", k, 100 - k, 1 / k, 2.0) for k in (8, 4)]
+    models += [model("finetuned", k, 100.5 - k, 1 / k, 2.0) for k in (8, 4)]
     analysis = dict(data="text:x", split="all", length=8, queries=1, sequences=2, models=models,
                     environment=dict(device="cpu", processor="p", python="3", versions={}))  # fmt: skip
     figures = draw_all(analysis)
@@ -64,12 +64,12 @@ def test_figures_have_a_curve_for_each_series(tmp_path):
     curves = {line.get_label(): line for line in figures["perplexity"].axes[0].lines}
     assert list(curves) == ["finetuned", "transformer"]
     np.testing.assert_array_equal(curves["finetuned"].get_xdata(), [4, 8])
-    np.testing.assert_array_equal(curves["finetuned"].get_ydata(), [96, 92])
+    np.testing.assert_array_equal(curves["finetuned"].get_ydata(), [96.5, 92.5])
     assert {line.get_label() for line in figures["distance"].axes[0].lines} == {SWAPPED, "finetuned"}
     paths = page.write(tmp_path, analysis, "t2r analyze")
     assert len(paths) == 8 and all((tmp_path / path).stat().st_size for path in paths)
     text = (tmp_path / "report.html").read_text("utf-8")
-    assert "<script" not in text and "src=" not in text and text.count("<svg") == 4 and "92.00" in text
+    assert "<script" not in text and "src=" not in text and text.count("<svg") == 4 and "92.50" in text
     assert json.loads((tmp_path / "analysis.json").read_text())["models"][0]["perplexity"] == 60
 
 
