@@ -6,6 +6,7 @@ was stopped goes on from its last checkpoint.
 
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from ml_collections import ConfigDict
 from t2r.console import say, short, table
 from t2r.errors import InputError, raise_all
 from t2r.files import atomic_file, exclusive, make_folder, read_json, write_json
+from t2r.store import model_dir
 from t2r.training.config import check, check_overrides, find_config, load_config
 from t2r.training.metrics import read_metrics
 
@@ -75,6 +77,7 @@ class Study:
     def __init__(self, config: str, data: str, output: Path, fields: Sequence[str] = (), *, split: str = "test"):
         self._config, self._data, self._output, self._split = config, data, output, split
         self._fields = [f"data.source={data}", *fields]
+        self._jobs = 1
         self._log = threading.Lock()
         self._finished: dict[Row, threading.Event] = {}
         self._failed: dict[Row, str] = {}
@@ -82,7 +85,8 @@ class Study:
 
     def run(self, names: Sequence[str], seeds: Sequence[int] = (0,), jobs: int = 1) -> dict[str, Any]:
         """Runs what is not finished; returns what study.json holds. Rows that fail do not stop the others."""
-        rows = [Row(name, seed) for seed in seeds for name in self._with_bases(names)]
+        self._jobs, ordered = jobs, self._with_bases(names)
+        rows = [Row(name, seed) for seed in seeds for name in ordered]
         self._check(rows)
         make_folder(self._output)
         with exclusive(self._output):
@@ -93,11 +97,11 @@ class Study:
                 for future in [pool.submit(self._row, row) for row in rows]:
                     future.result()
             except BaseException:  # Ctrl-C: trainings save and end
-                self._stop(rows)
+                self._stop()
                 raise
             finally:
                 pool.shutdown(cancel_futures=True)
-            return self._write(rows)
+            return self._write()
 
     def _with_bases(self, names: Sequence[str]) -> list[str]:
         """The rows in the order in which they are begun: the transformer first, if another row needs it."""
@@ -157,6 +161,7 @@ class Study:
                     raise InputError(f"{row.base.key} is not finished, which it is converted from")
             say(f"{row.key}: begun")
             write_json(self._path(row, ".json"), self._measure(row))
+            self._write()
             say(f"{row.key}: finished")
         except InputError as error:
             with self._log:
@@ -167,7 +172,7 @@ class Study:
 
     def _measure(self, row: Row) -> dict[str, Any]:
         config, model = self._load(row), self._path(row, "") / "model"
-        result = {"row": row.name, "seed": row.seed, "k": self._size(config), "steps": 0, "trained_tokens": 0}
+        result = {"row": row.name, "seed": row.seed, "k": None, "steps": 0, "trained_tokens": 0}
         if row.name.endswith(SWAPPED):
             if not model.exists():
                 self._command(row, "convert", *_conversion_flags(config), f"--output={model}",
@@ -184,11 +189,8 @@ class Study:
             row, "evaluate", f"--model={model}", f"--data={self._data}", f"--split={self._split}",
             f"--window={config.data.length}",
         )  # fmt: skip
-        return {**result, "perplexity": scores["perplexity"], self._split: scores, "environment": _environment(model)}
-
-    @staticmethod
-    def _size(config: ConfigDict) -> int | None:
-        return (config.convert.features or None) if config.convert.feature_map else None
+        result |= {"k": _feature_size(model), "perplexity": scores["perplexity"]}
+        return {**result, self._split: scores, "environment": _environment(model)}
 
     def _train_flags(self, row: Row, config: ConfigDict) -> list[str]:
         flags = [f"--config={self._config}:{row.variant}", f"--workdir={self._path(row, '')}"]
@@ -201,7 +203,11 @@ class Study:
         """Runs a command in a process of its own; returns its JSON. What it says goes to ROW.log."""
         with self._path(row, ".log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "t2r", *arguments], stdout=subprocess.PIPE, stderr=log, text=True
+                [sys.executable, "-m", "t2r", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=child_environment(self._jobs),
             )
             with self._log:
                 self._processes.add(process)
@@ -215,17 +221,21 @@ class Study:
             raise InputError(f"{reason} (all of it: {self._path(row, '.log')})")
         return json.loads(output.splitlines()[-1])
 
-    def _stop(self, rows: Sequence[Row]) -> None:
+    def _stop(self) -> None:
         """Ends all processes; trainings save first."""
-        for row in rows:
-            self._finished[row].set()
+        for finished in self._finished.values():
+            finished.set()
         with self._log:
             for process in self._processes:
                 process.send_signal(signal.SIGTERM)
 
-    def _write(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Writes study.json and study.md from the files of all rows."""
-        done = [self._path(row, ".json") for row in rows]
+    def _write(self) -> dict[str, Any]:
+        """Writes study.json and study.md from the files of the rows that are finished."""
+        with self._log:
+            return self._write_alone()
+
+    def _write_alone(self) -> dict[str, Any]:
+        done = [self._path(row, ".json") for row in self._finished]
         results = [read_json(path, "remove it: the row is then done again") for path in done if path.exists()]
         content = {
             "config": self._config,
@@ -239,6 +249,12 @@ class Study:
         with atomic_file(self._output / "study.md") as unfinished:
             unfinished.write_text(markdown(results), "utf-8")
         return content
+
+
+def child_environment(jobs: int) -> dict[str, str]:
+    """The environment of a row's processes: each takes its share of a GPU's memory, where JAX alone would take most."""
+    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / jobs:.3f}"} if jobs > 1 else {}
+    return share | dict(os.environ)
 
 
 def _set(config: ConfigDict, name: str, value: str) -> None:
@@ -278,6 +294,12 @@ def training_seconds(path: Path, tokens: int) -> float:
     steps = [0, *(line["step"] for line in lines)]
     times = [tokens * (b - a) / line["tokens_per_second"] for a, b, line in zip(steps, steps[1:], lines)]
     return round(sum(times), 1)
+
+
+def _feature_size(model: Path) -> int | None:
+    """k of a model's linear attention; None: it has none."""
+    specs = model_dir.load_config(model).attention
+    return next((spec.features for spec in specs if spec.kind != "softmax"), None)
 
 
 def _environment(model: Path) -> dict[str, Any] | None:

@@ -82,6 +82,14 @@ def test_a_training_that_outlived_its_study_is_waited_for(tmp_path, monkeypatch,
     assert not thread.is_alive() and capsys.readouterr().err.count("waiting") == 1
 
 
+def test_rows_share_the_memory_of_a_device(monkeypatch):
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.delenv(name, raising=False)
+    assert study.child_environment(3)[name] == "0.300" and name not in study.child_environment(1)
+    monkeypatch.setenv(name, "0.1")
+    assert study.child_environment(3)[name] == "0.1"
+
+
 def test_a_table_has_a_line_for_each_row():
     row = dict(row="t2r", seed=0, k=32, perplexity=19.6, valid_perplexity=None, steps=10, trained_tokens=9, seconds=1)
     assert markdown([row]).splitlines()[2] == "| t2r | 0 | 32 | 19.60 |  | 10 | 9 | 1 |"
@@ -127,7 +135,8 @@ def test_a_killed_study_continues_and_redoes_nothing(config, text_file, tmp_path
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)  # a machine that goes down takes all processes with it
     process.wait()
-    assert not (out / "t2r.json").exists() and not (out / "study.json").exists()
+    assert not (out / "t2r.json").exists()
+    assert "transformer" in [row["row"] for row in json.loads((out / "study.json").read_text())["rows"]]
     kept = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in finished(out)}
     assert out / "transformer.json" in kept
     again = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
@@ -138,6 +147,7 @@ def test_a_killed_study_continues_and_redoes_nothing(config, text_file, tmp_path
     rows = {row["row"]: row for row in written["rows"]}
     assert list(rows) == ["transformer", "t2r", "t2r_swapped"] and written["failed"] == {}
     assert (rows["t2r"]["steps"], rows["t2r"]["trained_tokens"]) == (40, 40 * 2 * 16)
+    assert [row["k"] for row in rows.values()] == [None, 32, 32]
     assert rows["t2r"]["perplexity"] > 1 and rows["t2r_swapped"]["steps"] == 0 and rows["t2r"]["seconds"] > 0
     assert (out / "study.md").read_text().count("\n") == 5
     steps = [line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line]
@@ -150,7 +160,7 @@ def test_a_killed_study_continues_and_redoes_nothing(config, text_file, tmp_path
 
 def finished(out: Path) -> list[Path]:
     """The files of rows that are finished: their results, logs and models."""
-    rows = [path.stem for path in out.glob("*.json") if path.stem != "request"]
+    rows = [path.stem for path in out.glob("*.json") if path.stem not in ("request", "study")]
     files = [out / f"{row}{suffix}" for row in rows for suffix in (".json", ".log")]
     return files + [Path(folder) / name for row in rows for folder, _, names in os.walk(out / row / "model")
                     for name in names]  # fmt: skip
