@@ -54,3 +54,15 @@ def test_every_link_of_the_page_exists(results_page):
 
     links = re.findall(r"\]\(([^)]+)\)", results_page.page())
     assert len(links) > 30 and [link for link in links if not (ROOT / "results" / link).exists()] == []
+
+
+def test_the_notes_on_rfa_have_the_figures_of_their_file():
+    rows: dict[float, list[dict]] = {}
+    for row in json.loads((ROOT / "results" / "rfa.json").read_text())["rows"]:
+        rows.setdefault(row["sigma"], []).append(row)
+    notes = (ROOT / "results" / "NOTES.md").read_text("utf-8")
+    for sigma, members in rows.items():
+        cells = [
+            f"{one['distance']:.3f} ({100 * one['negative']:.0f}%, {100 * one['clamped']:.0f}%)" for one in members
+        ]
+        assert f"| {sigma:g} | {members[0]['kernel_distance']:.3f} | {' | '.join(cells)} |" in notes
