@@ -9,6 +9,7 @@ ROW is
     elu_scratch, rfa_scratch, t2r_scratch     linear attention from random initialisation, as many steps
     elu, rfa, t2r   converted from config.init_from (default: runs/enwik8/transformer/model), half as many steps
     t2r_75          T2R; every fourth layer from the top keeps softmax
+    rfa_fixed       RFA whose random features are drawn once, not at every step
     performer       FAVOR+ with a running maximum
     phi_frozen      T2R; everything but φ is trained
     phi_only        T2R; only φ is trained
@@ -33,6 +34,7 @@ ROWS = {
     "rfa": ("rfa", 32, "none", "all"),
     "t2r": ("t2r", 32, "none", "all"),
     "t2r_75": ("t2r", 32, "every_4th", "all"),
+    "rfa_fixed": ("rfa_fixed", 32, "none", "all"),
     "performer": ("performer", 32, "none", "all"),
     "phi_frozen": ("t2r", 32, "none", "all_but_feature_maps"),
     "phi_only": ("t2r", 32, "none", "feature_maps"),

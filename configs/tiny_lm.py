@@ -6,7 +6,7 @@ VARIANT is
     transformer   pretraining (the default); its result ships as builtin:tiny_lm
     t2r           conversion and 150 steps of finetuning, under two minutes on two cores; the quickstart runs it
     t2r_long      conversion and 3,000 steps with larger batches
-    t2r_75, elu, rfa, performer, phi_frozen, phi_only, softmax    other conversions; each also with _long
+    t2r_75, elu, rfa, rfa_fixed, performer, phi_frozen, phi_only, softmax    other conversions; each also with _long
     t2r_scratch   T2R from random initialisation, as many steps as the transformer
 With _k4, _k8, _k16, ... after t2r, phi_frozen or t2r_scratch: another feature size than 32, as in t2r_k8 (for Figures 4
 to 6 of the paper, which launch/analyze_tiny trains and draws).
@@ -25,6 +25,7 @@ CONVERSIONS = {
     "t2r_75": ("t2r", 32, "every_4th", "all"),
     "elu": ("elu", 0, "none", "all"),
     "rfa": ("rfa", 32, "none", "all"),
+    "rfa_fixed": ("rfa_fixed", 32, "none", "all"),
     "performer": ("performer", 32, "none", "all"),
     "phi_frozen": ("t2r", 32, "none", "all_but_feature_maps"),
     "phi_only": ("t2r", 32, "none", "feature_maps"),
