@@ -69,19 +69,26 @@ def _introduction(analysis: dict[str, Any]) -> str:
 
 def headers(kind: str) -> list[str]:
     """The columns of `rows`."""
-    return ["model", "made", "k", "perplexity", *COLUMNS.values()]
+    return ["model", "training", "k", "perplexity", *COLUMNS.values()]
 
 
 def rows(analysis: dict[str, Any]) -> dict[str, list[list[Any]]]:
     """Kind of attention → a row for each model."""
-    result = {}
+    result, names = {}, _short_names([one["model"] for one in analysis["models"]])
     for kind, size in (("causal", "features"), ("cross", "cross_features")):
         chosen = [one for one in analysis["models"] if one[kind] is not None]
         if chosen:
             result[kind] = [
-                [one["model"], one["series"], one[size], one["perplexity"], *_values(one[kind])] for one in chosen
+                [names[one["model"]], one["series"], one[size], one["perplexity"], *_values(one[kind])]
+                for one in chosen
             ]
     return result
+
+
+def _short_names(models: list[str]) -> dict[str, str]:
+    """The last part of each model's path, without the /model of a run; whole paths if two are then the same."""
+    short = {model: Path(model.removesuffix("/model")).name for model in models}
+    return short if len(set(short.values())) == len(models) else {model: model for model in models}
 
 
 def _values(means: dict[str, Any]) -> list[Any]:
@@ -101,7 +108,7 @@ def _heads(one: dict[str, Any]) -> str:
         for head in range(len(attention["entropy"] or attention["distance"] or ()))
     ]
     inner = table(["attention", "kind", *measures], cells)
-    return f"<details><summary>{html.escape(one['model'])}</summary>{inner}</details>"
+    return f"<details><summary>{html.escape(one['model'])}: {html.escape(one['series'])}</summary>{inner}</details>"
 
 
 def _head(values: list[float] | None, head: int) -> float | None:

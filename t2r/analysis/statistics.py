@@ -53,6 +53,7 @@ def sums_of(
     if reference is not None:
         distances = jnp.sqrt(jnp.square(weights - reference).sum(-1))
         kl = (_x_log(reference, reference) - _x_log(reference, jnp.maximum(shares, LEAST_WEIGHT))).sum(-1)
+        kl = jnp.maximum(kl, 0)  # with a least weight the shares may sum to a little more than 1
     back = positions[:, None, :, None] - jnp.arange(weights.shape[-1])
     reach = jnp.cumsum(shares[..., ::-1], -1)[..., ::-1]  # of key j: the weight of keys j, j + 1, ...
     # The keys at which the reach is still large enough are the first ones; the last of them begins the span.

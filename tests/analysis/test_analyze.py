@@ -148,3 +148,10 @@ def test_a_run_stands_for_its_model(tmp_path):
     assert find_model(str(tmp_path)) == str(tmp_path)
     (tmp_path / "model" / "config.json").write_text("{}")
     assert find_model(str(tmp_path)) == str(tmp_path / "model") and find_model("builtin:tiny_lm") == "builtin:tiny_lm"
+
+
+def test_names_in_tables_are_short():
+    assert page._short_names(["builtin:a", "runs/x/k4/model", "runs/x/k8/model"]) == {
+        "builtin:a": "builtin:a", "runs/x/k4/model": "k4", "runs/x/k8/model": "k8"
+    }  # fmt: skip
+    assert page._short_names(["a/k4", "b/k4"]) == {"a/k4": "a/k4", "b/k4": "b/k4"}
