@@ -57,15 +57,19 @@ def check_free(path: Path) -> None:
     _check_folder(path, _ancestor(path))
 
 
-def check_output_folder(path: Path) -> None:
-    """Refuses an output directory, which may exist, that cannot be written to, before anything is computed for it."""
+def output_folder(name: str) -> Path:
+    """An output directory, which may exist. One that cannot be written is refused before anything is computed."""
+    if not name:
+        raise InputError("the name of the output is empty: give a directory, such as --output=runs/output")
+    path = Path(name)
     if path.is_dir():
         if not os.access(path, os.W_OK):
             raise InputError(f"cannot write {path}: no permission, or its disk is read-only")
-        return
+        return path
     if os.path.lexists(path):
         raise InputError(f"cannot write {path}: it is a file, not a folder; choose another output")
     _check_folder(path, _ancestor(path))
+    return path
 
 
 def _ancestor(path: Path) -> Path:

@@ -33,17 +33,18 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of
 def main() -> dict[str, Any]:
     import shlex
     import sys
-    from pathlib import Path
 
     from t2r.analysis.analyze import analyze
     from t2r.analysis.page import headers, rows, summary, write
     from t2r.console import table
-    from t2r.files import check_output_folder
+    from t2r.errors import InputError
+    from t2r.files import output_folder
 
-    output = Path(_OUTPUT.value)
-    check_output_folder(output)
+    if _TRANSFORMER.value == "":
+        raise InputError("--transformer is empty: name the model that was converted, or leave it out")
+    output = output_folder(_OUTPUT.value)
     analysis = analyze(
-        [name for name in _MODEL.value if name],
+        [name.strip() for name in _MODEL.value if name.strip()],
         _DATA.value,
         transformer=_TRANSFORMER.value,
         split=_SPLIT.value,

@@ -26,30 +26,28 @@ _SET = flags.DEFINE_multi_string("set", [], "FIELD=VALUE: change a field of all 
 
 
 def main() -> dict[str, Any]:
-    from pathlib import Path
-
     from t2r.errors import InputError, check_seed
-    from t2r.files import check_output_folder
-    from t2r.training.config import find_config
+    from t2r.files import output_folder
     from t2r.workflow.study import Study, as_table, rows_of
 
     bad = [seed for seed in _SEEDS.value if not seed.isdecimal()]
     if bad or not _SEEDS.value:
         raise InputError(f"--seeds={','.join(_SEEDS.value)}: give whole numbers, such as 0,1,2")
     for field in _SET.value:
-        if not field.partition("=")[2] or field.startswith(("seed=", "init_from=", "data.source=")):
+        if not all(field.partition("=")) or field.startswith(("seed=", "init_from=", "data.source=")):
             raise InputError(f"--set={field}: give FIELD=VALUE, such as steps=100; seeds and data have their own flags")
     seeds = [int(seed) for seed in _SEEDS.value]
     for seed in seeds:
         check_seed(seed)
-    output = Path(_OUTPUT.value)
-    check_output_folder(output)
+    rows = [row.strip() for row in _ROWS.value if row.strip()]
+    if _ROWS.present and not rows:
+        raise InputError("--rows names no row: name some, such as transformer,t2r, or leave it out for all")
+    output = output_folder(_OUTPUT.value)
     config = _CONFIG.value
-    find_config(config)
     if ":" in config:
         raise InputError(f"--config={config}: leave out the variant; --rows chooses variants")
     study = Study(config, _DATA.value, output, _SET.value, split=_SPLIT.value)
-    result = study.run(_ROWS.value or rows_of(config), seeds, _JOBS.value)
+    result = study.run(rows or rows_of(config), seeds, _JOBS.value)
     print(as_table(result["rows"]))
     if result["failed"]:
         reasons = "".join(f"\n  - {row}: {reason}" for row, reason in result["failed"].items())

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from t2r.console import say, short, table
+from t2r.data.pairs import is_pairs
+from t2r.data.sources import SPLITS, split_spec
 from t2r.errors import InputError, raise_all
 from t2r.files import atomic_file, exclusive, make_folder, read_json, write_json
 from t2r.store import model_dir
@@ -45,7 +47,7 @@ def _variants(config: str) -> list[str]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not isinstance(getattr(module, "ROWS", None), dict) or BASE not in module.ROWS:
-        raise InputError(f"--config={config}: {path} has no table ROWS with a row {BASE!r}; choose one, such as enwik8")
+        raise InputError(f"{path} has no table ROWS with a row {BASE!r}: choose a config that has, such as enwik8")
     return list(module.ROWS)
 
 
@@ -123,7 +125,8 @@ class Study:
         return config
 
     def _check(self, rows: Sequence[Row]) -> None:
-        problems = []
+        """Raises one error for all that can be known to be wrong before anything runs."""
+        problems = _data_problems(self._data, self._split)
         for row in rows:
             config = self._load(row)
             if row.name.endswith(SWAPPED) and not (config.convert.feature_map and config.init_from):
@@ -136,7 +139,7 @@ class Study:
 
     def _check_request(self) -> None:
         """Refuses a folder that has rows of another study."""
-        request = {"config": self._config, "data": self._data, "split": self._split, "fields": self._fields}
+        request = {"config": Path(self._config).stem, "data": self._data, "split": self._split, "fields": self._fields}
         path = self._output / "request.json"
         if path.exists():
             before = read_json(path, "move the folder away to start over")
@@ -238,7 +241,7 @@ class Study:
         done = [self._path(row, ".json") for row in self._finished]
         results = [read_json(path, "remove it: the row is then done again") for path in done if path.exists()]
         content = {
-            "config": self._config,
+            "config": Path(self._config).stem,
             "data": self._data,
             "split": self._split,
             "fields": self._fields,
@@ -255,6 +258,18 @@ def child_environment(jobs: int) -> dict[str, str]:
     """The environment of a row's processes: each takes its share of a GPU's memory, where JAX alone would take most."""
     share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / jobs:.3f}"} if jobs > 1 else {}
     return share | dict(os.environ)
+
+
+def _data_problems(data: str, split: str) -> list[str]:
+    if is_pairs(data):
+        return [f"--data={data}: rows are scored by the perplexity of text, not of sentence pairs"]
+    files = [Path(part.removeprefix("text:")) for part in split_spec(data) if part.startswith("text:")]
+    problems = [f"--data={data}: there is no file {path}" for path in files if not path.is_file()]
+    if not files and not data.startswith(("builtin:", "tfds:")):
+        problems.append(f"--data={data!r}: use text:PATH, builtin:pydoc or tfds:NAME")
+    if split not in (*SPLITS, "all"):
+        problems.append(f"--split={split}: choose one of {', '.join(SPLITS)}, all")
+    return problems
 
 
 def _set(config: ConfigDict, name: str, value: str) -> None:

@@ -128,12 +128,14 @@ def test_translation_models_have_figures_of_both_kinds(saved_translator, tmp_pat
         (["--model={folder}", "--data=text:{text}"], "config.json does not exist"),
         (["--model={b}", "--data=text:{text}", "--queries=0"], "--queries=0"),
         (["--model={b}", "--data=text:{text}", "--batch=x"], "--batch=x"),
+        (["--model={b}", "--data=text:{text}", "--transformer="], "--transformer is empty"),
+        (["--model={b}", "--data=text:{text}", "--output="], "the name of the output is empty"),
         (["--model={b}"], "data"),
     ],
 )
 def test_bad_input_gets_one_clear_error(imported, text_file, tmp_path, call, flags, message):
     names = dict(b=imported[1], text=text_file, folder=tmp_path)
-    status, printed = call("analyze", *(flag.format(**names) for flag in flags), f"--output={tmp_path / 'out'}")
+    status, printed = call("analyze", f"--output={tmp_path / 'out'}", *(flag.format(**names) for flag in flags))
     assert status == 2 and printed.startswith("error: ") and message in printed, printed
     assert "Traceback" not in printed and not (tmp_path / "out").exists()
 
