@@ -6,11 +6,15 @@ VARIANT is
     transformer   pretraining (the default); its result ships as builtin:tiny_lm
     t2r           conversion and 150 steps of finetuning, under two minutes on two cores; the quickstart runs it
     t2r_long      conversion and 3,000 steps with larger batches
-    t2r_75, elu, rfa, performer, phi_frozen, phi_only, softmax    other conversions; each also with _long
+    t2r_75, elu, rfa, rfa_fixed, performer, phi_frozen, phi_only, softmax    other conversions; each also with _long
     t2r_scratch   T2R from random initialisation, as many steps as the transformer
+With _k4, _k8, _k16, ... after t2r, phi_frozen or t2r_scratch: another feature size than 32, as in t2r_k8 (for Figures 4
+to 6 of the paper, which launch/analyze_tiny trains and draws).
 
 Measured times and perplexities: results/tiny_lm.md.
 """
+
+import re
 
 from t2r.errors import InputError
 from t2r.training.config import architecture, default_config, pretrained
@@ -21,6 +25,7 @@ CONVERSIONS = {
     "t2r_75": ("t2r", 32, "every_4th", "all"),
     "elu": ("elu", 0, "none", "all"),
     "rfa": ("rfa", 32, "none", "all"),
+    "rfa_fixed": ("rfa_fixed", 32, "none", "all"),
     "performer": ("performer", 32, "none", "all"),
     "phi_frozen": ("t2r", 32, "none", "all_but_feature_maps"),
     "phi_only": ("t2r", 32, "none", "feature_maps"),
@@ -29,6 +34,17 @@ CONVERSIONS = {
 
 
 def get_config(variant: str = "transformer"):
+    """The config of a variant, with another feature size if it ends in _kN."""
+    size = re.fullmatch(r"(t2r|phi_frozen|t2r_scratch)_k([1-9]\d*)", variant)
+    if not size:
+        return config_of(variant)
+    config = config_of(size[1])
+    config.convert.features = int(size[2])
+    return config
+
+
+def config_of(variant: str):
+    """The config of a variant without a feature size in its name."""
     config = default_config()
     config.data.source = "builtin:pydoc"
     config.optimizer.learning_rate = 1e-3
@@ -45,7 +61,7 @@ def get_config(variant: str = "transformer"):
     if name not in CONVERSIONS:
         raise InputError(
             f"unknown variant {variant!r}: choose transformer, t2r_scratch, or one of {', '.join(CONVERSIONS)}, "
-            "these also with _long"
+            "these also with _long; t2r, phi_frozen and t2r_scratch also with a feature size, such as t2r_k8"
         )
     config.init_from = "builtin:tiny_lm"
     feature_map, features, keep, config.trainable = CONVERSIONS[name]

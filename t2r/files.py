@@ -54,8 +54,27 @@ def check_free(path: Path) -> None:
     """Refuses an output directory that exists or cannot be created, before anything is computed for it."""
     if os.path.lexists(path):
         raise InputError(f"{path} exists already: choose another output or remove it")
-    ancestor = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
-    _check_folder(path, ancestor)
+    _check_folder(path, _ancestor(path))
+
+
+def output_folder(name: str) -> Path:
+    """An output directory, which may exist. One that cannot be written is refused before anything is computed."""
+    if not name:
+        raise InputError("the name of the output is empty: give a directory, such as --output=runs/output")
+    path = Path(name)
+    if path.is_dir():
+        if not os.access(path, os.W_OK):
+            raise InputError(f"cannot write {path}: no permission, or its disk is read-only")
+        return path
+    if os.path.lexists(path):
+        raise InputError(f"cannot write {path}: it is a file, not a folder; choose another output")
+    _check_folder(path, _ancestor(path))
+    return path
+
+
+def _ancestor(path: Path) -> Path:
+    """The nearest folder above a path, or what stands in its place."""
+    return next(folder for folder in path.absolute().parents if os.path.lexists(folder))
 
 
 def check_output_file(path: Path) -> None:

@@ -33,6 +33,8 @@ VARIANTS = (
     + [f"tatoeba.py:{row}" for row in ROWS]
     + [f"wmt.py:{pair}/{row}" for pair in module("wmt").PAIRS for row in ROWS]
     + [f"wikitext103.py:{row}" for row in module("wikitext103").ROWS]
+    + [f"enwik8.py:{row}" for row in module("enwik8").ROWS]
+    + [f"tiny_lm.py:{variant}_k8" for variant in ("t2r", "phi_frozen", "t2r_scratch")]
     + [f"convert.py:{variant}{recipe}" for variant in module("convert").VARIANTS for recipe in ("", "/paper")]
 )
 

@@ -24,6 +24,7 @@ ORDER = [
     {"commands"},
     {"quickstart", "workflow"},
     {"benchmark", "export"},
+    {"analysis"},
     {"training"},
     {"evaluation"},
     {"conversion", "decode"},
@@ -33,7 +34,9 @@ ORDER = [
     {"model"},
     {"attention"},
     {"kernels"},
-    {"batch", "dropout", "normalizer", "layout", "environment", "processes", "files", "extras", "compilation_cache"},
+    {"page"},
+    {"batch", "dropout", "normalizer", "layout", "environment", "processes", "files", "extras", "compilation_cache"}
+    | {"plots"},
     {"console", "errors"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

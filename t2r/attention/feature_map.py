@@ -95,7 +95,7 @@ class Rfa(nnx.Module):
 
     def __init__(self, heads: int, head_dim: int, features: int, *, query_scale: float, rngs: nnx.Rngs):
         if features % 2:
-            raise InputError(f"feature map 'rfa' has pairs of a sine and a cosine: features={features} must be even")
+            raise InputError(f"random features are pairs of a sine and a cosine: features={features} must be even")
         shape = (self.pool_size, features // 2, head_dim)
         self.pool = Constant(jax.random.normal(rngs.params(), shape))
         self.sigma = nnx.Param(jnp.ones((heads, head_dim)))
@@ -109,6 +109,16 @@ class Rfa(nnx.Module):
         angles = jnp.einsum("bng...d,gkd->bng...k", unit, directions)
         waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
         return Features((self.scale * waves).astype(x.dtype))
+
+
+class RfaFixed(Rfa):
+    """RFA whose W̃ is drawn once, before training: not in the paper.
+
+    With few features a draw is a coarse approximation. A model can adapt to one, not to a new one at every step
+    (measured in results/NOTES.md).
+    """
+
+    pool_size = 1
 
 
 class Performer(nnx.Module):
@@ -157,7 +167,7 @@ def orthogonal_gaussian(key: PRNGKeyArray, heads: int, features: int, head_dim: 
     return directions * norms
 
 
-FEATURE_MAPS = {"t2r": T2R, "elu": Elu, "rfa": Rfa, "performer": Performer}
+FEATURE_MAPS = {"t2r": T2R, "elu": Elu, "rfa": Rfa, "rfa_fixed": RfaFixed, "performer": Performer}
 
 
 def feature_map_class(name: str) -> type:

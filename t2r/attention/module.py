@@ -182,6 +182,13 @@ class SoftmaxAttention(_Projected):
         allowed = softmax.causal_mask(x.shape[1], window=self.shape.window)
         return self._by_head(softmax.weights(q, k, allowed, self.shape.query_scale))
 
+    def cross_weights(
+        self, x: Float[Array, "b n width"], source: Float[Array, "b m width"], mask: Bool[Array, "b m"]
+    ) -> Float[Array, "b h n m"]:
+        """How much each query takes of each value of a source, for analysis."""
+        q, k = self.queries(x, None), softmax.heads_first(self.keys(source, None))
+        return self._by_head(softmax.weights(q, k, mask[:, None, :], self.shape.query_scale))
+
     def attend_cached(
         self, q: Array, k: Array, v: Array, state: KVCache, mask: Array | None, **dropout_options: Any
     ) -> tuple[Float[Array, "b n g r d"], KVCache]:
@@ -245,6 +252,13 @@ class _Linear(_Attention):
         """How much each query takes of each value, causally, for analysis: the output is Σ_j weight_ij v_j."""
         q, k = self.query_features(x, positions, None), self.key_features(x, positions, None)
         return self._by_head(linear.weights(q, k, self.normalizer))
+
+    def cross_weights(
+        self, x: Float[Array, "b n width"], source: Float[Array, "b m width"], mask: Bool[Array, "b m"]
+    ) -> Float[Array, "b h n m"]:
+        """How much each query takes of each value of a source, for analysis."""
+        q, k = self.query_features(x, None, None), self.key_features(source, None, None)
+        return self._by_head(linear.weights(q, k, self.normalizer, mask=mask, causal=False))
 
     def build_state(self, source: Array, *, mask=None, positions=None, key: PRNGKeyArray | None = None) -> LinearState:
         k, v = self.key_features(source, positions, key), self.value(source)

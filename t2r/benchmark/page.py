@@ -1,61 +1,14 @@
-"""Reports as one HTML file that loads nothing from elsewhere: style, tables, plots."""
+"""Decoding speed and state of a transformer and its RNN, for pages; `t2r.page` has what every page needs."""
 
-import html
-import io
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from t2r.benchmark.plots import RNN, SOFTMAX, log_axes, styled
 from t2r.benchmark.steps import DecodeSpeed
-from t2r.console import short
-from t2r.files import atomic_file
+from t2r.page import describe, figure_svg, table, write_page
+from t2r.plots import RNN, SOFTMAX, log_axes
 
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
-table { display: block; overflow-x: auto; } /* one that is wider than the window scrolls, not the page */
-th, td { padding: .3rem .9rem; border-bottom: 1px solid #8884; text-align: right; }
-th:first-child, td:first-child { text-align: left; }
-figure { margin: 1.5rem 0; background: white; border-radius: 6px; padding: .5rem; }
-figure svg { display: block; max-width: 100%; height: auto; margin: auto; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14rem; overflow: auto; }
-pre { background: #8881; padding: .8rem; border-radius: 6px; }
-small { opacity: .75; }
-.beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: 0 1rem; }
-"""
-
-
-def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
-    """Writes a page of these parts, which are HTML, under a title, which is plain text."""
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    head += f"<title>{html.escape(title)}</title><style>{STYLE}</style>"
-    body = "\n".join([f"<h1>{html.escape(title)}</h1>", *parts])
-    with atomic_file(path) as unfinished:
-        unfinished.write_text(f'<!doctype html><html lang="en">{head}{body}</html>\n', "utf-8")
-
-
-def table(headers: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    """An HTML table of plain values; numbers are shortened, None is an empty cell."""
-    head = "".join(f"<th>{html.escape(header)}</th>" for header in headers)
-    body = "".join("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else html.escape(short(value))
-
-
-def figure_svg(figure: Figure) -> str:
-    """A figure as SVG, for use within a page."""
-    styled(figure)
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg")
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
+__all__ = ["decode_plot", "describe", "figure_svg", "speed_table", "table", "write_page"]
 
 
 def speed_table(transformer: Sequence[DecodeSpeed], rnn: Sequence[DecodeSpeed]) -> str:
@@ -85,10 +38,3 @@ def decode_plot(transformer: Sequence[DecodeSpeed], rnn: Sequence[DecodeSpeed]) 
         log_axes(axes, [run.length for run in rnn])
         axes.legend()
     return figure_svg(figure)
-
-
-def describe(environment: dict[str, Any]) -> str:
-    """The machine and the versions as a sentence."""
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    device, processor, python = (environment[name] for name in ("device", "processor", "python"))
-    return f"{device} ({processor}), with Python {python}, {versions}"

@@ -1,20 +1,16 @@
 """Plots in the style of the paper's Figures 2 and 3: a curve per model against length, both axes logarithmic."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator
 
-from t2r.files import make_folder, writing
+from t2r.plots import COLORS, OTHER, RNN, SOFTMAX, log_axes, log_values, save, styled, value_axis
 
-SOFTMAX, RNN, OTHER = "#0072b2", "#d55e00", "#777777"
-COLORS = {
-    "transformer": SOFTMAX, "t2r": RNN, "t2r_75": "#cc79a7", "t2r_unmerged": "#56b4e9", "elu": "#009e73",
-    "rfa": "#e69f00", "softmax": SOFTMAX, "chunked": "#009e73",
-}  # fmt: skip
-LOG_FROM = 3  # the largest value over the least from which an axis of values is logarithmic
+__all__ = [
+    "OTHER", "RNN", "SOFTMAX", "Curve", "length_plot", "log_axes", "log_values", "save", "styled", "value_axis",
+]  # fmt: skip
+
 MARKERS = "osD^vP*X"
 DASHED = ("_dropout", "_plain")  # a name with one of these suffixes has the colour of the name without it, dashed
 
@@ -77,42 +73,3 @@ def _draw_limit(axes, limit: dict[int, float], color: str) -> None:
     axes.plot(lengths, values, color=color, linewidth=3, alpha=0.45, zorder=2)
     edge = [value * 1.18 for value in values]  # of equal height anywhere on a logarithmic axis
     axes.fill_between(lengths, values, edge, **_LIMIT, edgecolor=color, alpha=0.45, zorder=1)
-
-
-def log_axes(axes, lengths: Sequence[int]) -> None:
-    """Logarithmic axes with plain numbers as labels; ticks at the given lengths."""
-    axes.set(xscale="log")
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    log_values(axes)
-
-
-def value_axis(axes, values: Sequence[float]) -> None:
-    """A y-axis for these values: logarithmic if they span more than a factor of three, which has enough ticks then."""
-    if min(values) > 0 and max(values) > LOG_FROM * min(values):
-        log_values(axes)
-
-
-def log_values(axes) -> None:
-    """A logarithmic y-axis with plain numbers as labels."""
-    axes.set(yscale="log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
-    axes.minorticks_off()
-
-
-def styled(figure) -> None:
-    """Adds a light grid and removes the frame."""
-    for axes in figure.axes:
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-
-
-def save(figure, path: Path) -> list[str]:
-    """Writes PATH.png and PATH.svg; returns both paths."""
-    make_folder(path.parent)
-    names = [f"{path}.{ending}" for ending in ("png", "svg")]
-    for name in names:
-        with writing(Path(name)):
-            figure.savefig(name, dpi=150)
-    return names

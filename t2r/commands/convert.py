@@ -27,7 +27,7 @@ _MODEL = flags.DEFINE_string(
     "model", None, "Model directory, or builtin:NAME; with --finetune also what `t2r import` takes.", required=True
 )
 _OUTPUT = flags.DEFINE_string("output", None, "Model directory to write; must not exist.", required=True)
-_FEATURE_MAP = flags.DEFINE_string("feature_map", "t2r", "Feature map φ: t2r, elu, rfa or performer.")
+_FEATURE_MAP = flags.DEFINE_string("feature_map", "t2r", "Feature map φ: t2r, elu, rfa, rfa_fixed or performer.")
 _FEATURES = flags.DEFINE_integer(
     "features", None, "Feature size k; default: 32 (elu: the size of a head; translation with --finetune: 4)."
 )

@@ -31,6 +31,7 @@ FEATURES = {
         "over all keys in S and z. If a new one raises it from c to c′, S and z are first multiplied by exp(c − c′)",
     ],
 }
+FEATURES["rfa_fixed"] = FEATURES["rfa"]  # they differ in training only
 
 
 def write(config: ModelConfig) -> str:

@@ -70,8 +70,9 @@ class AttentionSpec:
             problems.append(
                 f"feature map 'elu' has head_dim={head_dim} features, not {self.features}: leave features out"
             )
-        if self.feature_map == "rfa" and self.features and self.features % 2:
-            problems.append(f"feature map 'rfa' makes sine and cosine pairs: features={self.features} must be even")
+        if self.feature_map in ("rfa", "rfa_fixed") and self.features and self.features % 2:
+            name, size = self.feature_map, self.features
+            problems.append(f"feature map {name!r} makes sine and cosine pairs: features={size} must be even")
         return problems
 
     @property

@@ -32,8 +32,11 @@ def faster(updates: dict[str, jax.Array], factor: float) -> dict[str, jax.Array]
 
 
 def decayed(params: dict[str, jax.Array]) -> dict[str, bool]:
-    """Which parameters have weight decay: matrices, but neither biases (also those of φ) nor norms."""
-    return {name: array.ndim > 1 and not name.endswith("bias") for name, array in params.items()}
+    """Which parameters have weight decay: matrices, but neither biases (also those of φ), norms, nor RFA's σ.
+
+    With a smaller σ the attention of RFA is flatter: decay would drive it to the mean of all tokens.
+    """
+    return {name: array.ndim > 1 and not name.endswith(("bias", "sigma")) for name, array in params.items()}
 
 
 def make_schedule(fields: ConfigDict, steps: int) -> optax.Schedule:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from t2r.analysis.features import FeatureUse, feature_use
 from t2r.batch import Batch, pad_sequences
 from t2r.benchmark.floor import measure_machine, measured_crossover, predicted_crossover
 from t2r.benchmark.shared import is_out_of_memory
@@ -17,7 +18,6 @@ from t2r.data.pairs import load_pairs
 from t2r.decode.sampling import Sampling
 from t2r.decode.text import generate_text
 from t2r.decode.translator import translate_lines
-from t2r.evaluation.features import FeatureUse, feature_use
 from t2r.evaluation.recall import recall
 from t2r.evaluation.samples import PROMPT as SAMPLE_PROMPT
 from t2r.evaluation.samples import score_samples

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from t2r.attention.feature_map import T2R, Elu, Performer, Rfa, feature_map_class, orthogonal_gaussian
+from t2r.attention.feature_map import T2R, Elu, Performer, Rfa, RfaFixed, feature_map_class, orthogonal_gaussian
 from t2r.attention.module import AttentionShape, make_feature_map
 from t2r.errors import InputError
 
@@ -99,6 +99,13 @@ def test_rfa_draws_new_features_in_training_only():
     np.testing.assert_allclose(phi(x[:, :, :, None], is_query=True, key=jax.random.key(1)).values[..., 0, :], first)
 
 
+def test_fixed_random_features_are_the_same_in_training_and_evaluation():
+    phi = RfaFixed(2, 8, 16, query_scale=1.0, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(3), (1, 4, 2, 8))
+    trained = phi(x, is_query=False, key=jax.random.key(1)).values
+    np.testing.assert_array_equal(trained, phi(x, is_query=False).values)
+
+
 @pytest.mark.parametrize("name", ["t2r", "elu", "rfa", "performer"])
 def test_gradients_are_finite_at_zero(name):
     phi = make_feature_map(AttentionShape(8, 1, 1, 8, True), name, None, rngs=nnx.Rngs(0))
@@ -107,7 +114,7 @@ def test_gradients_are_finite_at_zero(name):
 
 
 def test_invalid_names_and_sizes_are_errors():
-    with pytest.raises(InputError, match=r"'t2rr'.*t2r, elu, rfa, performer"):
+    with pytest.raises(InputError, match=r"'t2rr'.*t2r, elu, rfa, rfa_fixed, performer"):
         feature_map_class("t2rr")
     shape = AttentionShape(8, 1, 1, 8, True)
     for name, features, message in [("t2r", 0, "features=0"), ("elu", 4, "features=4"), ("rfa", 7, "features=7")]:

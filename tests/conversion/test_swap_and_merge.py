@@ -56,7 +56,7 @@ def test_keep_names_the_layers_that_stay_softmax():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (dict(feature_map="tr2"), "'tr2'.*t2r, elu, rfa, performer"),
+        (dict(feature_map="tr2"), "'tr2'.*t2r, elu, rfa, rfa_fixed, performer"),
         (dict(features=0), "features=0"),
         (dict(features=-3), "features=-3"),
         (dict(keep="2,9"), "layers 0 to 1, not 2, 9"),

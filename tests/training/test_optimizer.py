@@ -9,8 +9,11 @@ import optax
 import pytest
 
 from t2r.errors import InputError
+from t2r.model.config import AttentionSpec
+from t2r.model.parameters import abstract_model, arrays_of
 from t2r.training.config import default_config
 from t2r.training.optimizer import decayed, make_optimizer, make_schedule
+from tests.conftest import micro
 
 
 def fields(**changed):
@@ -96,3 +99,10 @@ def test_unknown_names_are_refused():
         make_optimizer(fields(name="sgd"), 10)
     with pytest.raises(InputError, match="cosine_cycles, inverse_sqrt or constant"):
         make_schedule(fields(schedule="cosine"), 10)
+
+
+def test_the_scale_of_random_features_does_not_decay():
+    """RFA's σ is a matrix of a scale for each head and dimension: decayed, its attention would become flat."""
+    params = arrays_of(abstract_model(micro(attention=(AttentionSpec("linear", "rfa", 8),) * 2)))
+    decays = decayed({name: jnp.zeros(array.shape) for name, array in params.items() if "attention" in name})
+    assert not decays["blocks.0.attention.feature_map.sigma"] and decays["blocks.0.attention.query.kernel"]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from conftest import WINDOW, make_model, micro, micro_mt, random_tokens
+from t2r.analysis.features import feature_use
 from t2r.batch import PADDING, Batch
 from t2r.benchmark.steps import attention_bytes
 from t2r.conversion.directory import convert_directory
@@ -20,7 +21,6 @@ from t2r.conversion.swap import swap
 from t2r.data.pairs import number_pairs
 from t2r.data.sources import load_documents
 from t2r.errors import InputError
-from t2r.evaluation.features import feature_use
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.store import model_dir
 from t2r.training.metrics import read_metrics

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t2r.analysis.attention_maps import attention_maps
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
 from t2r.errors import InputError
-from t2r.evaluation.attention_maps import attention_maps
 from tests.conftest import error, make_model, micro, micro_mt, random_tokens
 
 TOKENS = random_tokens(1, 12)[0].tolist()

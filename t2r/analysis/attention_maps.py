@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from t2r.analysis.inputs import inputs_on
 from t2r.errors import InputError
 from t2r.model.transformer import LanguageModel, check_length
 
@@ -28,13 +29,5 @@ def attention_maps(model: LanguageModel, tokens: Sequence[int]) -> Float[np.ndar
 
 @functools.partial(jax.jit, static_argnums=0)
 def _maps(graph: nnx.GraphDef, arrays: nnx.State, tokens: Int[Array, "b n"]) -> Float[Array, "layers b h n n"]:
-    model, maps = nnx.merge(graph, arrays), []
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-
-    def look(layer: int, name: str, inputs: Array, outputs: Array) -> None:
-        maps.append(model.blocks[layer].attention.weights(inputs, positions))
-
-    x = model.embed(tokens, positions)
-    for layer, block in enumerate(model.blocks):
-        x, _ = block(x, positions=positions, on_attention=functools.partial(look, layer))
-    return jnp.stack(maps)
+    seen = inputs_on(nnx.merge(graph, arrays), tokens, jnp.ones(tokens.shape, bool))
+    return jnp.stack([inputs.weights() for inputs in seen])

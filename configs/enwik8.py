@@ -1,0 +1,68 @@
+"""The rows of the paper's Table 1 and its ablations on Wikipedia's prose (enwik8, cleaned, in subwords). For one GPU.
+
+    launch/clean_wikipedia enwik8.gz wikipedia.txt
+    t2r study --config=enwik8 --data=text:wikipedia.txt --output=runs/enwik8 --jobs=4      all rows, and a table
+    t2r train --config=enwik8:ROW --config.data.source=text:wikipedia.txt --workdir=DIR    one row
+
+ROW is
+    transformer     random initialisation (the default): 8 layers, 8 heads of 64
+    elu_scratch, rfa_scratch, t2r_scratch     linear attention from random initialisation, as many steps
+    elu, rfa, t2r   converted from config.init_from (default: runs/enwik8/transformer/model), half as many steps
+    t2r_75          T2R; every fourth layer from the top keeps softmax
+    rfa_fixed       RFA whose random features are drawn once, not at every step
+    performer       FAVOR+ with a running maximum
+    phi_frozen      T2R; everything but φ is trained
+    phi_only        T2R; only φ is trained
+    t2r_window      T2R; the last 64 tokens and the first 4 stay exact
+    softmax         a control: the same finetuning without a conversion
+`t2r study` also has ROW_swapped, such as t2r_swapped: converted and not finetuned.
+
+This is not WikiText-103: the text is a ninth of its size, tokens are subwords, and the model has an eighth of the
+parameters. Perplexities can be compared with each other only.
+"""
+
+from t2r.errors import InputError
+from t2r.training.config import architecture, default_config, pretrained
+
+# (feature map, feature size (0: the default), layers that keep softmax, trainable parameters)
+ROWS = {
+    "transformer": ("", 0, "none", "all"),
+    "elu_scratch": ("elu", 0, "none", "all"),
+    "rfa_scratch": ("rfa", 32, "none", "all"),
+    "t2r_scratch": ("t2r", 32, "none", "all"),
+    "elu": ("elu", 0, "none", "all"),
+    "rfa": ("rfa", 32, "none", "all"),
+    "t2r": ("t2r", 32, "none", "all"),
+    "t2r_75": ("t2r", 32, "every_4th", "all"),
+    "rfa_fixed": ("rfa_fixed", 32, "none", "all"),
+    "performer": ("performer", 32, "none", "all"),
+    "phi_frozen": ("t2r", 32, "none", "all_but_feature_maps"),
+    "phi_only": ("t2r", 32, "none", "feature_maps"),
+    "t2r_window": ("t2r", 32, "none", "all"),
+    "softmax": ("", 0, "none", "all"),
+}
+
+
+def get_config(row: str = "transformer"):
+    if row not in ROWS:
+        raise InputError(f"unknown row {row!r}: choose one of {', '.join(ROWS)}")
+    config = default_config()
+    feature_map, features, keep, config.trainable = ROWS[row]
+    config.convert.update(feature_map=feature_map, features=features, keep=keep)
+    if row == "t2r_window":
+        config.convert.update(window=64, sinks=4)
+    config.data.update(source="text:wikipedia.txt", vocab_size=16_384, length=512, batch=64)
+    config.optimizer.update(weight_decay=0.1, b2=0.95)
+    config.log_every, config.eval_every, config.checkpoint_every = 50, 1000, 500
+    config.keep_checkpoints = 1
+    if row == "transformer" or row.endswith("_scratch"):
+        sizes = dict(layers=8, width=512, heads=8, feedforward=2048)
+        config.model = architecture("tiny_lm", **sizes, dropout=0.2, dtype="bfloat16", scan_layers=True)
+        config.steps = 12_000
+        config.optimizer.update(learning_rate=1e-3, warmup_steps=500)
+    else:
+        config.init_from = "runs/enwik8/transformer/model"
+        config.model = pretrained(dropout=0.2, dtype="bfloat16", scan_layers=True)
+        config.steps = 6000
+        config.optimizer.update(learning_rate=5e-4, warmup_steps=250)  # the paper halves both, too
+    return config

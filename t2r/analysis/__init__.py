@@ -1,0 +1,1 @@
+"""What conversion does to attention: distances to the transformer, entropy, feature maps; figures and a page."""

@@ -1,0 +1,61 @@
+"""Train and score all rows of a table, such as the paper's Table 1, and write them as one JSON file and a table.
+
+t2r study --config=enwik8 --data=text:wikipedia.txt --output=runs/enwik8 [--jobs=4] [--seeds=0,1,2]
+
+The rows are the variants of a config file; those that are converted wait for its row `transformer` with the same seed.
+ROW_swapped, such as t2r_swapped, is converted and not finetuned. Each row is trained and scored by processes of its
+own, --jobs at a time, in a folder of its own. Stopped or killed at any time, the same command continues: rows that are
+finished are not done again. OUTPUT/study.json has a row each: perplexity (of the last 256 of 512 tokens of the test
+split), steps, seconds of training, tokens; OUTPUT/study.md is the table, OUTPUT/ROW.log what a row's commands said.
+"""
+
+from typing import Any
+
+from absl import flags
+
+RESUMES = True  # after an interruption
+
+_CONFIG = flags.DEFINE_string("config", None, "Config file with a variant for each row, such as enwik8.", required=True)
+_DATA = flags.DEFINE_string("data", None, "Text that all rows train on and are scored on.", required=True)
+_OUTPUT = flags.DEFINE_string("output", None, "Directory of the study; created if missing.", required=True)
+_ROWS = flags.DEFINE_list("rows", [], "Rows to run; default: all of the config, and those swapped and not finetuned.")
+_SEEDS = flags.DEFINE_list("seeds", ["0"], "Each row is trained once with each of these seeds.")
+_JOBS = flags.DEFINE_integer("jobs", 1, "Rows at a time, on the same device.", lower_bound=1, upper_bound=64)
+_SPLIT = flags.DEFINE_string("split", "test", "The split that rows are scored on.")
+_SET = flags.DEFINE_multi_string("set", [], "FIELD=VALUE: change a field of all rows' configs; may be repeated.")
+
+
+def main() -> dict[str, Any]:
+    from t2r.errors import InputError, check_seed
+    from t2r.files import output_folder
+    from t2r.workflow.study import Study, as_table, rows_of
+
+    bad = [seed for seed in _SEEDS.value if not seed.isdecimal()]
+    if bad or not _SEEDS.value:
+        raise InputError(f"--seeds={','.join(_SEEDS.value)}: give whole numbers, such as 0,1,2")
+    for field in _SET.value:
+        if not all(field.partition("=")) or field.startswith(("seed=", "init_from=", "data.source=")):
+            raise InputError(f"--set={field}: give FIELD=VALUE, such as steps=100; seeds and data have their own flags")
+    seeds = [int(seed) for seed in _SEEDS.value]
+    for seed in seeds:
+        check_seed(seed)
+    rows = [row.strip() for row in _ROWS.value if row.strip()]
+    if _ROWS.present and not rows:
+        raise InputError("--rows names no row: name some, such as transformer,t2r, or leave it out for all")
+    output = output_folder(_OUTPUT.value)
+    config = _CONFIG.value
+    if ":" in config:
+        raise InputError(f"--config={config}: leave out the variant; --rows chooses variants")
+    study = Study(config, _DATA.value, output, _SET.value, split=_SPLIT.value)
+    result = study.run(rows or rows_of(config), seeds, _JOBS.value)
+    print(as_table(result["rows"]))
+    if result["failed"]:
+        reasons = "".join(f"\n  - {row}: {reason}" for row, reason in result["failed"].items())
+        raise InputError(f"rows that failed; the others are in {output / 'study.json'}:{reasons}")
+    return {"study": str(output / "study.json"), "rows": [_short(row) for row in result["rows"]]}
+
+
+def _short(row: dict[str, Any]) -> dict[str, Any]:
+    from t2r.workflow.study import COLUMNS
+
+    return {name: row[name] for name in COLUMNS}

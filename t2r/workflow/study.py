@@ -1,0 +1,340 @@
+"""A study: the rows of a table, each trained and scored in processes of its own, several at a time.
+
+A row that is finished has a file ROW.json (with a seed other than 0: ROW.seedN.json) and is not done again. One that
+was stopped goes on from its last checkpoint.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from t2r.console import say, short, table
+from t2r.data.pairs import is_pairs
+from t2r.data.sources import SPLITS, split_spec
+from t2r.errors import InputError, raise_all
+from t2r.files import atomic_file, exclusive, make_folder, read_json, write_json
+from t2r.store import model_dir
+from t2r.training.config import check, check_overrides, find_config, load_config
+from t2r.training.metrics import read_metrics
+
+BASE = "transformer"  # the row that others are converted from
+SWAPPED = "_swapped"  # the suffix of a row that is converted and not trained
+COLUMNS = ("row", "seed", "k", "perplexity", "valid_perplexity", "steps", "trained_tokens", "seconds")
+WAIT = 1.0  # seconds between looks at a folder that another process uses
+
+
+def rows_of(config: str) -> list[str]:
+    """All rows of a config file, and for each feature map that is converted to, what it is before finetuning."""
+    names = _variants(config)
+    maps = [load_config(f"{config}:{name}").convert.feature_map for name in names]
+    return [*names, *(f"{name}{SWAPPED}" for name, feature_map in zip(names, maps) if feature_map == name)]
+
+
+def _variants(config: str) -> list[str]:
+    path = find_config(config)
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not isinstance(getattr(module, "ROWS", None), dict) or BASE not in module.ROWS:
+        raise InputError(f"{path} has no table ROWS with a row {BASE!r}: choose a config that has, such as enwik8")
+    return list(module.ROWS)
+
+
+class Row(NamedTuple):
+    """A row of the table with one seed."""
+
+    name: str
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """The name of its files."""
+        return self.name if self.seed == 0 else f"{self.name}.seed{self.seed}"
+
+    @property
+    def base(self) -> "Row":
+        """The transformer that it is converted from, if it is."""
+        return Row(BASE, self.seed)
+
+    @property
+    def variant(self) -> str:
+        """The variant of the config that it is."""
+        return self.name.removesuffix(SWAPPED)
+
+
+class Study:
+    """The rows of a config file, with fields that are changed in all of them."""
+
+    def __init__(self, config: str, data: str, output: Path, fields: Sequence[str] = (), *, split: str = "test"):
+        self._config, self._data, self._output, self._split = config, data, output, split
+        self._fields = [f"data.source={data}", *fields]
+        self._jobs = 1
+        self._log = threading.Lock()
+        self._finished: dict[Row, threading.Event] = {}
+        self._failed: dict[Row, str] = {}
+        self._processes: set[subprocess.Popen] = set()
+
+    def run(self, names: Sequence[str], seeds: Sequence[int] = (0,), jobs: int = 1) -> dict[str, Any]:
+        """Runs what is not finished; returns what study.json holds. Rows that fail do not stop the others."""
+        self._jobs, ordered = jobs, self._with_bases(names)
+        rows = [Row(name, seed) for seed in seeds for name in ordered]
+        self._check(rows)
+        make_folder(self._output)
+        with exclusive(self._output):
+            self._check_request()
+            self._finished = {row: threading.Event() for row in rows}
+            pool = ThreadPoolExecutor(jobs)
+            try:
+                for future in [pool.submit(self._row, row) for row in rows]:
+                    future.result()
+            except BaseException:  # Ctrl-C: trainings save and end
+                self._stop()
+                raise
+            finally:
+                pool.shutdown(cancel_futures=True)
+            return self._write()
+
+    def _with_bases(self, names: Sequence[str]) -> list[str]:
+        """The rows in the order in which they are begun: the transformer first, if another row needs it."""
+        wanted = list(dict.fromkeys(names))
+        variants = {name: self._load(Row(name, 0)) for name in wanted}
+        if any(config.init_from for config in variants.values()) and BASE not in wanted:
+            wanted.insert(0, BASE)
+        return sorted(wanted, key=lambda name: (name != BASE, bool(variants.get(name) and variants[name].init_from)))
+
+    def _load(self, row: Row) -> ConfigDict:
+        """The config of a row, with all fields as they will be."""
+        config = load_config(f"{self._config}:{row.variant}")
+        names = [field.partition("=")[0] for field in self._fields]
+        check_overrides(config, names)
+        for field in self._fields:
+            name, _, value = field.partition("=")
+            _set(config, name, value)
+        config.seed = row.seed
+        return config
+
+    def _check(self, rows: Sequence[Row]) -> None:
+        """Raises one error for all that can be known to be wrong before anything runs."""
+        problems = _data_problems(self._data, self._split)
+        for row in rows:
+            config = self._load(row)
+            if row.name.endswith(SWAPPED) and not (config.convert.feature_map and config.init_from):
+                problems.append(f"{row.name}: {row.variant} is not converted from the transformer")
+            try:
+                check(config)
+            except InputError as error:
+                problems.append(f"{row.name}: {error}")
+        raise_all(f"{self._config} cannot be studied:", list(dict.fromkeys(problems)))
+
+    def _check_request(self) -> None:
+        """Refuses a folder that has rows of another study."""
+        request = {"config": Path(self._config).stem, "data": self._data, "split": self._split, "fields": self._fields}
+        path = self._output / "request.json"
+        if path.exists():
+            before = read_json(path, "move the folder away to start over")
+            raise_all(
+                f"{self._output} holds another study (choose another --output, or remove it):",
+                [f"{n} was {before.get(n)}, is {request[n]}" for n in request if before.get(n) != request[n]],
+            )
+        write_json(path, request)
+
+    def _path(self, row: Row, suffix: str) -> Path:
+        return self._output / f"{row.key}{suffix}"
+
+    def _row(self, row: Row) -> None:
+        """Trains and scores a row, unless that was done, and marks it as finished."""
+        try:
+            if self._path(row, ".json").exists():
+                say(f"{row.key}: finished before")
+                return
+            if self._load(row).init_from:
+                self._finished[row.base].wait()
+                if not self._path(row.base, ".json").exists():
+                    raise InputError(f"{row.base.key} is not finished, which it is converted from")
+            say(f"{row.key}: begun")
+            write_json(self._path(row, ".json"), self._measure(row))
+            self._write()
+            say(f"{row.key}: finished")
+        except InputError as error:
+            with self._log:
+                self._failed[row] = str(error)
+            say(f"{row.key}: failed: {error}")
+        finally:
+            self._finished[row].set()
+
+    def _measure(self, row: Row) -> dict[str, Any]:
+        config, model = self._load(row), self._path(row, "") / "model"
+        result = {"row": row.name, "seed": row.seed, "k": None, "steps": 0, "trained_tokens": 0}
+        if row.name.endswith(SWAPPED):
+            if not model.exists():
+                self._command(row, "convert", *_conversion_flags(config), f"--output={model}",
+                              f"--model={self._path(row.base, '') / 'model'}")  # fmt: skip
+            result |= {"seconds": 0.0, "valid_perplexity": None}
+        else:
+            _wait_until_free(self._path(row, ""))
+            trained = self._command(row, "train", *self._train_flags(row, config))
+            tokens = config.data.batch * config.data.length
+            result |= {"steps": trained["steps"], "valid_perplexity": trained["valid_perplexity"]}
+            result |= {"trained_tokens": trained["steps"] * tokens}
+            result |= {"seconds": training_seconds(self._path(row, "") / "metrics.jsonl", tokens)}
+        scores = self._command(
+            row, "evaluate", f"--model={model}", f"--data={self._data}", f"--split={self._split}",
+            f"--window={config.data.length}",
+        )  # fmt: skip
+        result |= {"k": _feature_size(model), "perplexity": scores["perplexity"]}
+        return {**result, self._split: scores, "environment": _environment(model)}
+
+    def _train_flags(self, row: Row, config: ConfigDict) -> list[str]:
+        flags = [f"--config={self._config}:{row.variant}", f"--workdir={self._path(row, '')}"]
+        flags += [f"--config.{field}" for field in self._fields] + [f"--config.seed={row.seed}"]
+        if config.init_from:
+            flags.append(f"--config.init_from={self._path(row.base, '') / 'model'}")
+        return flags
+
+    def _command(self, row: Row, *arguments: str) -> dict[str, Any]:
+        """Runs a command in a process of its own; returns its JSON. What it says goes to ROW.log."""
+        with self._path(row, ".log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "t2r", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=child_environment(self._jobs),
+            )
+            with self._log:
+                self._processes.add(process)
+            output, _ = process.communicate()
+            with self._log:
+                self._processes.discard(process)
+        if process.returncode:
+            lines = self._path(row, ".log").read_text("utf-8", "replace").strip().splitlines() or ["no message"]
+            errors = [line for line in lines if line.startswith("error: ")]
+            reason = (errors or lines)[-1].removeprefix("error: ")
+            raise InputError(f"{reason} (all of it: {self._path(row, '.log')})")
+        return json.loads(output.splitlines()[-1])
+
+    def _stop(self) -> None:
+        """Ends all processes; trainings save first."""
+        for finished in self._finished.values():
+            finished.set()
+        with self._log:
+            for process in self._processes:
+                process.send_signal(signal.SIGTERM)
+
+    def _write(self) -> dict[str, Any]:
+        """Writes study.json and study.md from the files of the rows that are finished."""
+        with self._log:
+            return self._write_alone()
+
+    def _write_alone(self) -> dict[str, Any]:
+        done = [self._path(row, ".json") for row in self._finished]
+        results = [read_json(path, "remove it: the row is then done again") for path in done if path.exists()]
+        content = {
+            "config": Path(self._config).stem,
+            "data": self._data,
+            "split": self._split,
+            "fields": self._fields,
+            "rows": results,
+            "failed": {row.key: reason for row, reason in self._failed.items()},
+        }
+        write_json(self._output / "study.json", content)
+        with atomic_file(self._output / "study.md") as unfinished:
+            unfinished.write_text(markdown(results), "utf-8")
+        return content
+
+
+def child_environment(jobs: int) -> dict[str, str]:
+    """The environment of a row's processes: each takes its share of a GPU's memory, where JAX alone would take most."""
+    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / jobs:.3f}"} if jobs > 1 else {}
+    return share | dict(os.environ)
+
+
+def _data_problems(data: str, split: str) -> list[str]:
+    if is_pairs(data):
+        return [f"--data={data}: rows are scored by the perplexity of text, not of sentence pairs"]
+    files = [Path(part.removeprefix("text:")) for part in split_spec(data) if part.startswith("text:")]
+    problems = [f"--data={data}: there is no file {path}" for path in files if not path.is_file()]
+    if not files and not data.startswith(("builtin:", "tfds:")):
+        problems.append(f"--data={data!r}: use text:PATH, builtin:pydoc or tfds:NAME")
+    if split not in (*SPLITS, "all"):
+        problems.append(f"--split={split}: choose one of {', '.join(SPLITS)}, all")
+    return problems
+
+
+def _set(config: ConfigDict, name: str, value: str) -> None:
+    """Sets a field, such as data.batch, from text, as the type that the field has."""
+    *parents, last = name.split(".")
+    for parent in parents:
+        config = config[parent]
+    kind = type(config[last])
+    try:
+        config[last] = value.lower() in ("true", "1") if kind is bool else kind(value)
+    except (TypeError, ValueError):
+        raise InputError(f"--set={name}={value}: it must be of the kind of {config[last]!r}") from None
+
+
+def _conversion_flags(config: ConfigDict) -> list[str]:
+    fields = ("feature_map", "features", "keep", "window", "sinks")
+    return [f"--{name}={config.convert[name]}" for name in fields if config.convert[name]]
+
+
+def _wait_until_free(folder: Path) -> None:
+    """Waits for a training that was begun by a study that is no longer there."""
+    said = False
+    while True:
+        try:
+            with exclusive(folder):
+                return
+        except InputError:
+            if not said:
+                say(f"{folder}: another process is training it; waiting")
+            said = True
+            time.sleep(WAIT)
+
+
+def training_seconds(path: Path, tokens: int) -> float:
+    """Seconds of training from the logged speeds, whatever interruptions there were; compiling is not counted."""
+    lines = [line for line in read_metrics(path) if line.get("tokens_per_second")]
+    steps = [0, *(line["step"] for line in lines)]
+    times = [tokens * (b - a) / line["tokens_per_second"] for a, b, line in zip(steps, steps[1:], lines)]
+    return round(sum(times), 1)
+
+
+def _feature_size(model: Path) -> int | None:
+    """k of a model's linear attention; None: it has none."""
+    specs = model_dir.load_config(model).attention
+    return next((spec.features for spec in specs if spec.kind != "softmax"), None)
+
+
+def _environment(model: Path) -> dict[str, Any] | None:
+    """Where a model, or the one that it was converted from, was trained."""
+    history = read_json(model / "provenance.json", "remove the model: it is then made again")["history"]
+    return next((entry["environment"] for entry in reversed(history) if "environment" in entry), None)
+
+
+def cells(results: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    """A line of COLUMNS for each row."""
+    return [["" if row[name] is None else row[name] for name in COLUMNS] for row in results]
+
+
+def markdown(results: Sequence[dict[str, Any]]) -> str:
+    """The table of a study, for a page."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    lines += ["| " + " | ".join(short(cell) for cell in row) + " |" for row in cells(results)]
+    return "\n".join(lines) + "\n"
+
+
+def as_table(results: Sequence[dict[str, Any]]) -> str:
+    """The table of a study, for a terminal."""
+    return table(list(COLUMNS), cells(results))

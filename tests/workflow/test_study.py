@@ -1,0 +1,173 @@
+"""t2r study: rows in processes of their own, and what a kill leaves of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from t2r.errors import InputError
+from t2r.files import exclusive
+from t2r.workflow import study
+from t2r.workflow.study import Row, Study, markdown, rows_of, training_seconds
+from tests.training.runs import ROOT, environment
+
+CONFIG = """
+from t2r.training.config import architecture, default_config, pretrained
+
+ROWS = {"transformer": "", "t2r": "t2r", "elu_scratch": "elu"}
+
+def get_config(row="transformer"):
+    config = default_config()
+    config.convert.feature_map = ROWS[row]
+    config.data.update(vocab_size=300, length=16, batch=2)
+    config.optimizer.warmup_steps = 1
+    config.log_every, config.checkpoint_every = 2, 2
+    config.steps = 4
+    if row == "t2r":
+        config.init_from, config.model, config.steps = "none", pretrained(), 40
+    else:
+        config.model = architecture("tiny_lm", layers=1, width=16, heads=1, feedforward=16)
+    return config
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "rows.py"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+def test_the_rows_of_a_config():
+    rows = rows_of("enwik8")
+    assert rows[0] == "transformer" and {"t2r_swapped", "elu_swapped", "t2r_75", "softmax", "t2r_window"} <= set(rows)
+    assert "t2r_75_swapped" not in rows and Row("t2r_swapped", 2).variant == "t2r"
+    with pytest.raises(InputError, match="has no table ROWS"):
+        rows_of("tiny_lm")
+
+
+def test_the_transformer_comes_first_and_what_waits_for_it_last(config, tmp_path):
+    rows = Study(config, "text:x", tmp_path / "out")
+    assert rows._with_bases(["t2r", "elu_scratch"]) == ["transformer", "elu_scratch", "t2r"]
+    assert rows._with_bases(["elu_scratch"]) == ["elu_scratch"]
+
+
+def test_seconds_are_those_of_the_logged_speeds(tmp_path):
+    lines = [{"step": 2, "tokens_per_second": 64}, {"step": 2, "valid_perplexity": 3.0}]
+    lines += [{"step": 6, "tokens_per_second": 32}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert training_seconds(tmp_path / "metrics.jsonl", 32) == 1 + 4
+
+
+def test_a_training_that_outlived_its_study_is_waited_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(study, "WAIT", 0.02)
+    entered = threading.Event()
+
+    def train():
+        with exclusive(tmp_path):
+            entered.set()
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    entered.wait()
+    study._wait_until_free(tmp_path)
+    thread.join(timeout=0.05)
+    assert not thread.is_alive() and capsys.readouterr().err.count("waiting") == 1
+
+
+def test_rows_share_the_memory_of_a_device(monkeypatch):
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.delenv(name, raising=False)
+    assert study.child_environment(3)[name] == "0.300" and name not in study.child_environment(1)
+    monkeypatch.setenv(name, "0.1")
+    assert study.child_environment(3)[name] == "0.1"
+
+
+def test_a_table_has_a_line_for_each_row():
+    row = dict(row="t2r", seed=0, k=32, perplexity=19.6, valid_perplexity=None, steps=10, trained_tokens=9, seconds=1)
+    assert markdown([row]).splitlines()[2] == "| t2r | 0 | 32 | 19.60 |  | 10 | 9 | 1 |"
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--rows=t3r"], "t3r"),
+        (["--rows=elu_scratch_swapped"], "is not converted from the transformer"),
+        (["--set=data.bach=3"], "did you mean 'data.batch'?"),
+        (["--set=steps=many"], "--set=steps=many: it must be of the kind of 4"),
+        (["--set=steps"], "give FIELD=VALUE"),
+        (["--set==3"], "give FIELD=VALUE"),
+        (["--rows=,,"], "--rows names no row"),
+        (["--data=text:/nowhere.txt"], "there is no file /nowhere.txt"),
+        (["--data=tsv:pairs.tsv"], "not of sentence pairs"),
+        (["--data="], "use text:PATH"),
+        (["--split=dev"], "--split=dev: choose one of"),
+        (["--output="], "the name of the output is empty"),
+        (["--set=seed=3"], "have their own flags"),
+        (["--set=steps=0"], "config.steps=0"),
+        (["--seeds=a"], "give whole numbers"),
+        (["--jobs=0"], "--jobs=0"),
+        (["--config=none"], "no config file none"),
+        (["--config=enwik8:t2r"], "leave out the variant"),
+        (["--output={text}"], "it is a file, not a folder"),
+        (["--config=tiny_lm"], "has no table ROWS"),
+    ],
+)
+def test_bad_input_gets_one_clear_error(config, text_file, tmp_path, call, flags, message):
+    given = [f"--config={config}", f"--data=text:{text_file}", f"--output={tmp_path / 'out'}"]
+    status, printed = call("study", *given, *(flag.format(text=text_file) for flag in flags))
+    assert status == 2 and printed.startswith("error: ") and message in printed, printed
+    assert "Traceback" not in printed and not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.slow
+def test_a_killed_study_continues_and_redoes_nothing(config, text_file, tmp_path):
+    """kill -9 while a row trains: the row goes on from a checkpoint, and what was finished is not touched."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "t2r", "study", f"--config={config}", f"--data=text:{text_file}",
+               f"--output={out}", "--rows=t2r,t2r_swapped", "--jobs=2"]  # fmt: skip
+    options = dict(cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(command, **options)
+    metrics = out / "t2r" / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.exists() and metrics.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)  # a machine that goes down takes all processes with it
+    process.wait()
+    assert not (out / "t2r.json").exists()
+    assert "transformer" in [row["row"] for row in json.loads((out / "study.json").read_text())["rows"]]
+    kept = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in finished(out)}
+    assert out / "transformer.json" in kept
+    again = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in kept} == kept
+    assert "transformer: finished before" in again.stderr and "t2r: begun" in again.stderr
+    written = json.loads((out / "study.json").read_text())
+    rows = {row["row"]: row for row in written["rows"]}
+    assert list(rows) == ["transformer", "t2r", "t2r_swapped"] and written["failed"] == {}
+    assert (rows["t2r"]["steps"], rows["t2r"]["trained_tokens"]) == (40, 40 * 2 * 16)
+    assert [row["k"] for row in rows.values()] == [None, 32, 32]
+    assert rows["t2r"]["perplexity"] > 1 and rows["t2r_swapped"]["steps"] == 0 and rows["t2r"]["seconds"] > 0
+    assert (out / "study.md").read_text().count("\n") == 5
+    steps = [line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line]
+    assert steps == sorted(set(steps)), "no step was logged twice"
+    third = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert third.returncode == 0 and "begun" not in third.stderr
+    other = subprocess.run([*command, "--set=steps=6"], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert other.returncode == 2 and "holds another study" in other.stderr
+
+
+def finished(out: Path) -> list[Path]:
+    """The files of rows that are finished: their results, logs and models."""
+    rows = [path.stem for path in out.glob("*.json") if path.stem not in ("request", "study")]
+    files = [out / f"{row}{suffix}" for row in rows for suffix in (".json", ".log")]
+    return files + [Path(folder) / name for row in rows for folder, _, names in os.walk(out / row / "model")
+                    for name in names]  # fmt: skip
