@@ -404,6 +404,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "baevski_lm": dict(_WIKITEXT_103, layers=16, dropout=0.3),
     # Small enough to train on two CPU cores; the size of the pretrained model that ships with the package.
     "tiny_lm": dict(vocab_size=4096, layers=4, width=192, heads=3, feedforward=768),
+    # Writes short stories: few words, more layers.
+    "tiny_stories": dict(vocab_size=2048, layers=6, width=192, heads=3, feedforward=768),
     # The paper's translation model (§3.2.2), "transformer large": 16 heads of 64 dimensions.
     "paper_mt": dict(
         _TRANSLATION, vocab_size=32_768, layers=6, encoder_layers=6, width=1024, heads=16, feedforward=4096, dropout=0.3
