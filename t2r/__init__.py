@@ -30,6 +30,7 @@ __all__ = [
     "convert",
     "convert_and_finetune",
     "evaluate",
+    "for_decoding",
     "generate",
     "import_model",
     "load",
@@ -122,6 +123,20 @@ def merge(model: "LoadedModel") -> "LoadedModel":
     from t2r.conversion.directory import merge_model
 
     return merge_model(_loaded(model))
+
+
+def for_decoding(model: "LoadedModel", weights: str = "int8") -> "LoadedModel":
+    """The model for fast decoding on CPUs, with matrices in 8 bits or, with `weights="float32"`, only laid out anew.
+
+    It generates, translates and is evaluated; it cannot be trained, converted or saved.
+    """
+    from t2r.errors import InputError
+    from t2r.model import rows
+
+    if weights not in rows.WEIGHTS:
+        raise InputError(f"weights={weights!r}: choose one of {', '.join(rows.WEIGHTS)}")
+    loaded = _loaded(model)
+    return loaded._replace(model=rows.for_decoding(loaded.model, weights))
 
 
 def generate(

@@ -18,6 +18,11 @@ usage: t2r COMMAND [--FLAG=VALUE ...]      (t2r COMMAND --help explains a comman
 
 """
 
+CACHE = """
+
+Compiled programs are kept in ~/.cache/t2r, or below XDG_CACHE_HOME, and may be deleted. JAX_COMPILATION_CACHE_DIR
+names another folder; JAX_ENABLE_COMPILATION_CACHE=false keeps none."""
+
 
 def main(arguments: list[str]) -> int:
     """Runs a command and returns its exit status. Bad input is one message and status 2; other errors propagate."""
@@ -69,15 +74,18 @@ def _run(arguments: list[str]) -> int:
             meant = f": did you mean {close[0]!r}?" if close else ""
             print(f"error: unknown command {given!r}{meant}", file=sys.stderr)
         lines = (f"  {name:<20} {_summary(name)}" for name in names)
-        print(USAGE + "\n".join(lines))
+        print(USAGE + "\n".join(lines) + CACHE)
         return 0 if wants_help else 2
     command = importlib.import_module(_module(arguments[0]))
     if {"--help", "-h", "-help"} & set(arguments):
         print(f"{command.__doc__}\n{_flag_help(command)}")
         return 0
 
+    from t2r.compilation_cache import use_compilation_cache
     from t2r.console import finish, interruptible
 
+    if not arguments[0].startswith("benchmark"):  # which measure compilation, too
+        use_compilation_cache()
     if sys.stdout is None:  # every command's result goes there; Python would drop it in silence
         print("error: standard output is closed: redirect it to a file, or to /dev/null", file=sys.stderr)
         return 2

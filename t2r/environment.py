@@ -32,6 +32,11 @@ def describe() -> dict[str, Any]:
     }
 
 
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def total_bytes(arrays: Any) -> int:
     """Bytes that a pytree of arrays, or of `ShapeDtypeStruct`s, occupies."""
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(arrays))

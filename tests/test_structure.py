@@ -33,7 +33,7 @@ ORDER = [
     {"model"},
     {"attention"},
     {"kernels"},
-    {"batch", "dropout", "normalizer", "layout", "environment", "processes", "files", "extras"},
+    {"batch", "dropout", "normalizer", "layout", "environment", "processes", "files", "extras", "compilation_cache"},
     {"console", "errors"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

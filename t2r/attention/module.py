@@ -110,6 +110,12 @@ class _Attention(nnx.Module):
         """The output projection of the concatenated heads."""
         return self.out(out.reshape(*out.shape[:2], self.shape.heads, self.shape.head_dim))
 
+    @staticmethod
+    def _by_head(weights: Float[Array, "b g n r m"]) -> Float[Array, "b h n m"]:
+        """Attention weights with one axis for all query heads."""
+        batch, groups, n, per_group, m = weights.shape
+        return jnp.swapaxes(weights, 2, 3).reshape(batch, groups * per_group, n, m)
+
 
 class _Projected(_Attention):
     """Attention with query and key projections: q = W_q x + b_q and k = W_k x + b_k."""
@@ -170,6 +176,12 @@ class SoftmaxAttention(_Projected):
             out, state = self.attend_cached(q, k, v, state, mask, **dropout_options)
         return self._finish(out), state
 
+    def weights(self, x: Float[Array, "b n width"], positions: Array | None = None) -> Float[Array, "b h n n"]:
+        """How much each query takes of each value, causally, for analysis: the output is Σ_j weight_ij v_j."""
+        q, k = self.queries(x, positions), softmax.heads_first(self.keys(x, positions))
+        allowed = softmax.causal_mask(x.shape[1], window=self.shape.window)
+        return self._by_head(softmax.weights(q, k, allowed, self.shape.query_scale))
+
     def attend_cached(
         self, q: Array, k: Array, v: Array, state: KVCache, mask: Array | None, **dropout_options: Any
     ) -> tuple[Float[Array, "b n g r d"], KVCache]:
@@ -228,6 +240,11 @@ class _Linear(_Attention):
             kernels=self.shape.kernels,
         )
         return self._finish(out), state
+
+    def weights(self, x: Float[Array, "b n width"], positions: Array | None = None) -> Float[Array, "b h n n"]:
+        """How much each query takes of each value, causally, for analysis: the output is Σ_j weight_ij v_j."""
+        q, k = self.query_features(x, positions, None), self.key_features(x, positions, None)
+        return self._by_head(linear.weights(q, k, self.normalizer))
 
     def build_state(self, source: Array, *, mask=None, positions=None, key: PRNGKeyArray | None = None) -> LinearState:
         k, v = self.key_features(source, positions, key), self.value(source)
@@ -350,13 +367,21 @@ class WindowedAttention(_Projected):
         positions: Int[Array, "b n"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "b n width"], WindowedState]:
-        q, k = self.queries(x, positions), self.keys(x, positions)
-        features = self.feature_map(q, is_query=True, key=key)
-        queries = windowed.Queries(q * self.shape.query_scale, features, self.mixture(q))
+        queries, k = self._windowed_queries(x, positions, key), self.keys(x, positions)
         dropout_options = dict(dropout=self.shape.dropout, key=None if key is None else jax.random.fold_in(key, 1))
         options = dict(state=state, mask=mask, **dropout_options)
         out, state = windowed.causal_attention(queries, k, self.value(x), self._window(key), **options)
         return self._finish(out), state
+
+    def weights(self, x: Float[Array, "b n width"], positions: Array | None = None) -> Float[Array, "b h n n"]:
+        """How much each query takes of each value, for analysis: the output is Σ_j weight_ij v_j."""
+        queries, k = self._windowed_queries(x, positions, None), self.keys(x, positions)
+        return self._by_head(windowed.weights(queries, k, self._window()))
+
+    def _windowed_queries(self, x: Array, positions: Array | None, key: PRNGKeyArray | None) -> windowed.Queries:
+        q = self.queries(x, positions)
+        features = self.feature_map(q, is_query=True, key=key)
+        return windowed.Queries(q * self.shape.query_scale, features, self.mixture(q))
 
 
 class MergedLinearAttention(_Linear):

@@ -255,6 +255,16 @@ def causal_attention(
     return form(q, k, v, window, state=state, mask=mask)
 
 
+def weights(q: Queries, k: Float[Array, "b n g d"], window: Window) -> Float[Array, "b g n r n"]:
+    """The attention weights of a whole sequence, for analysis."""
+    batch, length, groups, _ = k.shape
+    position = jnp.broadcast_to(jnp.arange(length), (batch, length))
+    exact, distant = _near_and_distant(position, position, jnp.ones((batch, length), bool), window)
+    # Each key's value is its own unit vector, so that the output has what each value is multiplied by.
+    units = jnp.broadcast_to(jnp.eye(length)[:, None], (batch, length, groups, length))
+    return jnp.moveaxis(_attend(q, k, units, exact, None, distant, window.key_features(k)), 1, 2)
+
+
 def _with_buffer(state: WindowedState, k: Array, v: Array, window: Window, mask: Array | None) -> Keys:
     """The keys in the slots of a state, then those of a call."""
     mask = jnp.ones(k.shape[:2], bool) if mask is None else mask
@@ -297,7 +307,7 @@ def _near_and_distant(
 def _attend(
     q: Queries,
     k: Float[Array, "b m g d"],
-    v: Float[Array, "b m g d"],
+    v: Float[Array, "b m g e"],
     exact: Bool[Array, "b #n m"],
     past: LinearState | None,
     distant: Bool[Array, "b n m"] | None = None,
@@ -305,7 +315,7 @@ def _attend(
     *,
     dropout: float = 0.0,
     key: PRNGKeyArray | None = None,
-) -> Float[Array, "b n g r d"]:
+) -> Float[Array, "b n g r e"]:
     """The module's equation for given sets of keys; `past` has further distant keys of all queries."""
     scores = jnp.einsum("bngrd,bmgd->bgnrm", q.scaled, k, preferred_element_type=jnp.float32)
     exact = exact[:, None, :, None, :]

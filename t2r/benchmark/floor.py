@@ -136,18 +136,21 @@ def predicted_crossover(
 
 
 def measured_crossover(transformer: dict[int, float], rnn: dict[int, float]) -> float | str | None:
-    """The crossover of measured seconds by length, interpolated linearly; "below N" or "above N" if out of range."""
+    """The length from which on the RNN is faster, at all measured lengths, interpolated linearly between two of them.
+
+    "below N" or "above N" if it is out of range.
+    """
     lengths = sorted(transformer.keys() & rnn.keys())
     if not lengths:
         return None
     lead = [transformer[length] - rnn[length] for length in lengths]
-    if lead[0] > 0:
+    slower = [i for i, seconds in enumerate(lead) if seconds <= 0]
+    if not slower:
         return f"below {lengths[0]}"
-    for i in range(1, len(lengths)):
-        if lead[i] > 0:
-            before, after = lead[i - 1], lead[i]
-            return lengths[i - 1] - before / (after - before) * (lengths[i] - lengths[i - 1])
-    return f"above {lengths[-1]}"
+    i = slower[-1]
+    if i == len(lengths) - 1:
+        return f"above {lengths[i]}"
+    return lengths[i] - lead[i] / (lead[i + 1] - lead[i]) * (lengths[i + 1] - lengths[i])
 
 
 def measure_machine(size: int | None = None) -> tuple[Machine, dict[str, float]]:

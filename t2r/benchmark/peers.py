@@ -87,7 +87,7 @@ def _generation(config: ModelConfig, request: Request, length: int, library: str
         "step_seconds": seconds / length,
         "first_seconds": first,
         "parameters": sum(weight.numel() for weight in model.parameters()),
-        "versions": _versions("torch", library),
+        "versions": versions("torch", library),
         "torch_device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
     }
 
@@ -152,8 +152,8 @@ def _attention(shape: Any, length: int, backward: bool, repeat_for: float) -> di
 
     times = time_short_calls(run_and_wait, repeat_for)
     tokens = shape.batch(length) * length
-    return {**times._asdict(), "tokens_per_second": tokens / times.seconds, "versions": _versions("torch", "fla")}
+    return {**times._asdict(), "tokens_per_second": tokens / times.seconds, "versions": versions("torch", "fla")}
 
 
-def _versions(*libraries: str) -> dict[str, str]:
+def versions(*libraries: str) -> dict[str, str]:
     return {name: getattr(importlib.import_module(name), "__version__", "unknown") for name in libraries}

@@ -7,6 +7,7 @@ Causal attention is reduced to the last --window and the first --sinks tokens, c
 source. A language model is scored by its recall: the perplexity of the second half of sequences whose second half
 repeats the first. A translation model is scored by the perplexity of its own greedy translations. The attention that
 does most damage should keep softmax: --keep=auto:N of `t2r convert`, --config.convert.keep=auto:N of `t2r train`.
+With --heads, each key/value head of causal attention is reduced alone, too: which heads of a layer do the damage.
 """
 
 from typing import Any
@@ -19,9 +20,10 @@ _SPLIT = flags.DEFINE_string("split", None, "train, valid, test or all; default:
 _WINDOW = flags.DEFINE_integer("window", 32, "Tokens that causal attention is reduced to.", lower_bound=1)
 _SINKS = flags.DEFINE_integer("sinks", 4, "First tokens of a sequence that stay, too.", lower_bound=0)
 _LENGTH = flags.DEFINE_integer(
-    "length", None, "Tokens in a sequence, or the most in a source; default: 512, or 128.", lower_bound=2
+    "length", None, "Tokens in a sequence, or the most in a source; default: 512, or 128.", lower_bound=4
 )
 _SEQUENCES = flags.DEFINE_integer("sequences", None, "Sequences or sentences; default: 16, or 96.", lower_bound=1)
+_HEADS = flags.DEFINE_bool("heads", False, "Also measure each key/value head of causal attention.")
 _OUTPUT = flags.DEFINE_string("output", None, "A plot: FILE.png or FILE.svg.")
 
 
@@ -35,7 +37,7 @@ def main() -> dict[str, Any]:
     loaded = model_dir.load(_MODEL.value)
     sizes = dict(length=_LENGTH.value, sequences=_SEQUENCES.value)
     options = dict(window=_WINDOW.value, sinks=_SINKS.value)
-    damage = measure_on_data(loaded, _DATA.value, _SPLIT.value, **sizes, **options)
+    damage = measure_on_data(loaded, _DATA.value, _SPLIT.value, **sizes, **options, heads=_HEADS.value)
     print(table(["attention", "perplexity", "damage"], [("all", damage.base, ""), *rows(damage)]))
     if _OUTPUT.value:
         plot(damage, _OUTPUT.value)

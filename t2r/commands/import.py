@@ -2,9 +2,10 @@
 
 t2r import --source=DIR_OR_FILE --output=MODEL [--dtype=float16] [--source_language=de_DE] [--target_language=en_XX]
 
-Hugging Face (config.json, safetensors, tokenizer files): Llama, Mistral, Qwen2, Qwen3, SmolLM, Gemma 3, GPT-2,
-GPT-NeoX, Pythia and OPT; for translation Marian (OPUS-MT), BART and mBART. For multilingual models, choose the
-languages with --source_language and --target_language; by default the model's files decide.
+Hugging Face (config.json, safetensors, tokenizer files): Llama, Mistral, Qwen2, Qwen3, Phi-3 and Phi-4, OLMo 2,
+Granite, SmolLM to SmolLM3, Gemma, Gemma 3, StableLM, GPT-J, GPT-NeoX and Pythia, Falcon, GPT-2 and OPT; for translation
+Marian (OPUS-MT), BART, mBART, M2M-100, NLLB and Pegasus. For multilingual models, choose the languages with
+--source_language and --target_language; by default the model's files decide.
 
 fairseq: transformer_lm, with or without adaptive input and softmax, and transformer (translation). --source is a .pt
 file, or a directory with one (of several, checkpoint_best.pt or model.pt). Next to it must be dict.txt, or

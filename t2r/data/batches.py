@@ -95,11 +95,11 @@ class Repeating:
         tokens = self._sequences.read(indices).tokens
         for index, row in zip(indices, tokens):
             random = np.random.default_rng((self._seed, index))
-            length = np.count_nonzero(row != PADDING)
-            if random.random() < self._share and length >= 4:
+            text = row[1 : np.count_nonzero(row != PADDING)]  # without the first token, which may be a document's start
+            if random.random() < self._share and len(text) >= 4:
                 # From an eighth to a half of the sequence: a part is repeated from seven times to once.
-                period = random.integers(max(length // 8, 2), length // 2, endpoint=True)
-                row[:length] = np.resize(row[:period], length)
+                period = random.integers(max(len(text) // 8, 2), len(text) // 2, endpoint=True)
+                text[:] = np.resize(text[:period], len(text))
         return Batch(tokens)
 
 

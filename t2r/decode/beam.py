@@ -177,17 +177,21 @@ def _step(model: Seq2Seq, search: Search, *, limits: Array, special: Special, be
         step == 0, prefix[-1], jax.lax.dynamic_index_in_dim(search.tokens, jnp.maximum(step - 1, 0), 2, False)
     )
     hidden, state = model(last.reshape(batch * size, 1), state=search.state)
-    log_probs = model.log_probs(hidden[:, 0]).reshape(batch, size, -1)
-    vocabulary = log_probs.shape[-1]
-    # At its limit a translation can only stop.
-    ids, at_limit = jnp.arange(vocabulary), (step >= limits)[:, None, None]
-    too_short = ~at_limit & (step < beam.min_length)
-    forbidden = jnp.where(ids == end, too_short, at_limit | jnp.isin(ids, jnp.array(never, jnp.int32)))
-    sums = search.sums[:, :, None] + jnp.where(forbidden, NEVER, log_probs)
+    # Enough tokens that 2 · size remain when those that are never generated, and the stop token, are taken out: it is
+    # a candidate of its own. At its limit a translation can only stop.
+    count, at_limit = 2 * size + 1 + len(never), (step >= limits)[:, None]
+    log_probs, tokens, stop = (
+        x.reshape(batch, size, *x.shape[1:]) for x in model.embedding.likeliest(hidden[:, 0], count, end)
+    )
+    excluded = at_limit[:, :, None] | jnp.isin(tokens, jnp.array((end, *never), jnp.int32))
+    stop = jnp.where(~at_limit & (step < beam.min_length), NEVER, stop)
+    log_probs = jnp.concatenate([stop[..., None], jnp.where(excluded, NEVER, log_probs)], 2)
+    choices = jnp.concatenate([jnp.full_like(tokens[..., :1], end), tokens], 2)
 
     # Twice as many candidates as beams: even if the best `size` all stop, `size` others remain.
-    sums, flat = jax.lax.top_k(sums.reshape(batch, -1), min(2 * size, size * vocabulary))
-    parent, token = flat // vocabulary, (flat % vocabulary).astype(jnp.int32)
+    sums = (search.sums[:, :, None] + log_probs).reshape(batch, -1)
+    sums, flat = jax.lax.top_k(sums, min(2 * size, sums.shape[1]))
+    parent, token = flat // choices.shape[2], jnp.take_along_axis(choices.reshape(batch, -1), flat, 1)
     tokens = jnp.take_along_axis(search.tokens, parent[:, :, None], 1)
     tokens = jax.lax.dynamic_update_index_in_dim(tokens, token, step, 2)
     stops = token == end

@@ -122,17 +122,20 @@ def step(model: Any, generation: Generation, sampling: Sampling, end: StopIds) -
 
 def packed_weights(model: LanguageModel, batch: int) -> Any:
     """The weights in the decoding kernels' layout, for `scan_steps`; None without a kernel or enough free memory."""
-    if not kernel_support.available(model, batch) or load_kernels("decoding.fused_model") is None:
+    kernels = kernel_support.choice(model, batch)
+    if kernels is None or load_kernels("decoding.fused_model") is None:
         return None
-    free, arguments = available_memory(), (*nnx.split(model), kernel_support.one_kernel_available(model, batch))
+    if kernels == "all" and not load_kernels("decoding.all_layers").fits(model, batch):
+        return None
+    free, arguments = available_memory(), (*nnx.split(model), kernels, batch)
     needed = total_bytes(jax.eval_shape(lambda: _pack(*arguments)))
     # Twice: packing needs a temporary copy.
     return _pack(*arguments) if free is None or 2 * needed < free else None
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _pack(graph, arrays, as_one: bool) -> Any:
-    return load_kernels("decoding.fused_model").pack_model(nnx.merge(graph, arrays), as_one=as_one)
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def _pack(graph, arrays, kernels: str, batch: int) -> Any:
+    return load_kernels("decoding.fused_model").pack_model(nnx.merge(graph, arrays), kernels, batch)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5), donate_argnums=2)

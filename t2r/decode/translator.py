@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from t2r.batch import PADDING, pad_sequences
+from t2r.batch import pad_sequences
 from t2r.console import Progress
 from t2r.data.sources import read_text
 from t2r.data.tokenizer import decoder_start_ids
@@ -21,6 +21,7 @@ from t2r.decode.generate import generate_tokens, prefill_translation
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError, check_seed
 from t2r.files import atomic_file, check_output_file
+from t2r.model.rows import for_decoding
 from t2r.store.model_dir import LoadedModel
 
 # Lines are sorted by length within this many batches, and written after them: a compromise between little padding and
@@ -28,6 +29,7 @@ from t2r.store.model_dir import LoadedModel
 BATCHES_AT_ONCE = 64
 _LISTED_LINES = 10  # in one error message
 _LEAST_WIDTH = 16  # tokens
+_ROWS = 4  # a batch has a multiple of so many sentences, so that few programs are compiled
 
 
 class Translation(NamedTuple):
@@ -53,25 +55,34 @@ def translate_lines(
     lines: Sequence[str],
     options: TranslateOptions = TranslateOptions(),
     *,
+    limits: Sequence[int] | None = None,
     first_line: int = 1,
     warn: Callable[[str], None] = print,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> list[list[Translation]]:
     """The translations of each line, best first: `beam.size` of them, or one that is sampled; an empty line gives one
-    empty translation. `first_line` is the number of the first line, for messages."""
+    empty translation.
+
+    `limits` holds the most tokens of each line's translation, by default `default_limit` of its source's length.
+    `first_line` is the number of the first line, for messages.
+    """
     model, tokenizer, _ = content
     if not model.config.encoder_layers:
         raise InputError("this model is a language model: give a translation model")
+    model = for_decoding(model)
     check_seed(options.seed)
     encoded = [tokenizer.encode_source(line) if line.strip() else [] for line in lines]
     encoded = fit(encoded, options, tokenizer.source.end, first_line, warn)
     order = sorted((i for i, ids in enumerate(encoded) if ids), key=lambda i: -len(encoded[i]))
     results = [[Translation("", 0.0 if options.sampling is None else None)] for _ in lines]
     on_batch(len(lines) - len(order))
-    for first in range(0, len(order), options.batch):
-        chosen = order[first : first + options.batch]
-        sources = pad([encoded[i] for i in chosen], options.batch)
-        for i, translations in zip(chosen, _translate(model, tokenizer.target, sources, options, first)):
+    rows = batch_rows(len(order), options.batch)
+    for first in range(0, len(order), rows):
+        chosen = order[first : first + rows]
+        sources = pad([encoded[i] for i in chosen], rows)
+        most = [default_limit(len(encoded[i])) if limits is None else limits[i] for i in chosen]
+        most += [1] * (rows - len(chosen))
+        for i, translations in zip(chosen, _translate(model, tokenizer.target, sources, most, options, first)):
             results[i] = translations
         on_batch(len(chosen))
     return results
@@ -94,18 +105,29 @@ def fit(
     return [[*ids[: options.max_source - 1], end] if i in cut else ids for i, ids in enumerate(encoded)]
 
 
+def batch_rows(lines: int, most: int) -> int:
+    """Sentences per batch: as few batches as possible, about equally full, so that little of the last one is empty."""
+    batches = max(1, -(-lines // most))
+    rows = -(-lines // batches)
+    return min(most, -(-rows // _ROWS) * _ROWS)
+
+
 def pad(sequences: list[list[int]], count: int) -> np.ndarray:
-    """`count` sequences padded to a power of two of at least 16 tokens, so that few programs are compiled."""
-    width = max(_LEAST_WIDTH, 1 << (max(map(len, sequences)) - 1).bit_length())
-    return pad_sequences(sequences, count, width)
+    """`count` sequences padded to a multiple of 16 tokens, from 64 on of a quarter of the next smaller power of two:
+    few programs are compiled, and little padding is computed."""
+    longest = max(map(len, sequences))
+    multiple = max(_LEAST_WIDTH, (1 << (longest - 1).bit_length()) // 8)
+    return pad_sequences(sequences, count, -(-longest // multiple) * multiple)
 
 
-def _translate(model, tokenizer, sources: np.ndarray, options: TranslateOptions, first: int) -> list[list[Translation]]:
+def _translate(
+    model, tokenizer, sources: np.ndarray, limits: list[int], options: TranslateOptions, first: int
+) -> list[list[Translation]]:
     start, end, padding = decoder_start_ids(tokenizer), tokenizer.stop, getattr(tokenizer, "padding", None)
     if options.sampling is None:
-        results = beam_search.translate(model, sources, start=start, end=end, padding=padding, beam=options.beam)
+        special = dict(start=start, end=end, padding=padding)
+        results = beam_search.translate(model, sources, beam=options.beam, limits=limits, **special)
         return [[Translation(_line(tokenizer, h.tokens), h.score) for h in hypotheses] for hypotheses in results]
-    limits = [default_limit(int(length)) for length in (sources != PADDING).sum(1)]
     seed = options.seed + first  # different in each batch
     generation = prefill_translation(model, sources, max(limits), start=start, seed=seed)
     # As in beam search: no padding, and no stop token at once.
@@ -144,6 +166,7 @@ def translate_file(
         check_output_file(Path(output))
     if source and output and os.path.realpath(source) == os.path.realpath(output):
         raise InputError(f"--output={output} is the input: choose another file")
+    loaded = loaded._replace(model=for_decoding(loaded.model))  # once, not for each part
     lines, began = read_lines(source), time.perf_counter()
     lines_at_once = options.batch * BATCHES_AT_ONCE
     with writer(output) as write, Progress("translate", len(lines)) as progress:

@@ -46,7 +46,7 @@ class Damage(NamedTuple):
     """The scores (perplexities: lower is better) of a model whose attention is reduced, one at a time."""
 
     base: float  # of the whole model
-    scores: dict[str, float]  # by attention: `3.attention`, `3.cross`
+    scores: dict[str, float]  # by attention: `3.attention`, `3.cross`; of one key/value head: `3.attention.0`
     seconds: float
 
     def layers(self, name: str = "attention") -> dict[int, float]:
@@ -64,11 +64,20 @@ class Damage(NamedTuple):
 
 
 def measure_damage(
-    model: LanguageModel, batches: Sequence[Batch], *, window: int = 0, sinks: int | None = None, quiet: bool = False
+    model: LanguageModel,
+    batches: Sequence[Batch],
+    *,
+    window: int = 0,
+    sinks: int | None = None,
+    heads: bool = False,
+    quiet: bool = False,
 ) -> Damage:
-    """Reduces each softmax attention of the decoder alone. For language models `batches` repeat: see `repeated`."""
+    """Reduces each softmax attention of the decoder alone. For language models `batches` repeat: see `repeated`.
+
+    With `heads`, each key/value head of causal attention alone, too.
+    """
     began = time.perf_counter()
-    reduced = list(_reductions(model, window or WINDOW, SINKS if sinks is None else sinks))
+    reduced = list(_reductions(model, window or WINDOW, SINKS if sinks is None else sinks, heads))
     if not reduced:
         raise InputError("the model has no softmax attention left: damage is measured before a conversion")
     sums = {name: 0.0 for name in ("", *(name for _, name, _ in reduced))}
@@ -96,6 +105,12 @@ def damage_on_text(
 ) -> Damage:
     """The damage to a language model's recall of pieces of a text; `options` are those of `measure_damage`."""
     check_length(model.config, length)
+    window = options.get("window") or WINDOW
+    if window >= length:
+        raise InputError(
+            f"a window of {window} tokens leaves nothing of a sequence of {length} out, so no attention is reduced: "
+            "choose a smaller window or longer sequences"
+        )
     repeating = repeated(tokens, length, sequences)
     parts = [repeating[first : first + batch] for first in range(0, len(repeating), batch)]
     return measure_damage(model, [Batch(part) for part in parts], **options)
@@ -142,16 +157,50 @@ def measure_on_data(
     return damage_on_text(loaded.model, tokens, length=length or 512, sequences=sequences or SEQUENCES, **options)
 
 
-def _reductions(model: LanguageModel, window: int, sinks: int) -> Iterator[tuple[int, str, Block]]:
+def _reductions(model: LanguageModel, window: int, sinks: int, heads: bool = False) -> Iterator[tuple[int, str, Block]]:
     """(layer, name of the attention, the layer's block with that attention reduced)."""
     for layer, block in enumerate(model.blocks):
         for name in ("attention", "cross"):
             attention = getattr(block, name, None)
-            if isinstance(attention, SoftmaxAttention):
-                changed = nnx.merge(*nnx.split(block))  # a new object that shares the arrays
-                reduce = (lambda a: _window_alone(a, window, sinks)) if name == "attention" else _mean_of_source
-                setattr(changed, name, reduce(attention))
-                yield layer, f"{layer}.{name}", changed
+            if not isinstance(attention, SoftmaxAttention):
+                continue
+            reduced = _window_alone(attention, window, sinks) if name == "attention" else _mean_of_source(attention)
+            yield layer, f"{layer}.{name}", _with(block, name, reduced)
+            if heads and name == "attention":
+                for head in range(attention.shape.kv_heads):
+                    one = OneHeadReduced(attention, reduced, head)
+                    yield layer, f"{layer}.{name}.{head}", _with(block, name, one)
+
+
+def _with(block: Block, name: str, attention: nnx.Module) -> Block:
+    changed = nnx.merge(*nnx.split(block))  # a new object that shares the arrays
+    setattr(changed, name, attention)
+    return changed
+
+
+class OneHeadReduced(nnx.Module):
+    """Attention with one key/value head, and the query heads that read it, reduced.
+
+    An output is a sum over heads, so that one of them can be taken from it and another added.
+    """
+
+    def __init__(self, attention: SoftmaxAttention, reduced: nnx.Module, head: int):
+        self.attention = attention
+        self.before, self.after = _one_head(attention, head), _one_head(reduced, head)
+
+    def __call__(self, x: Float[Array, "b n width"], **options: Any) -> tuple[Float[Array, "b n width"], Any]:
+        out, state = self.attention(x, **options)
+        return out - self.before(x, **options)[0] + self.after(x, **options)[0], state
+
+
+def _one_head(attention: nnx.Module, head: int) -> nnx.Module:
+    """The attention with the output of one key/value head alone."""
+    alone, shape = nnx.merge(*nnx.split(attention)), attention.shape
+    chosen = jnp.arange(shape.heads) // (shape.heads // shape.kv_heads) == head
+    alone.out.kernel = nnx.Param(jnp.where(chosen[:, None, None], alone.out.kernel[...], 0))
+    if alone.out.bias is not None:
+        alone.out.bias = nnx.Param(jnp.zeros_like(alone.out.bias[...]))
+    return alone
 
 
 def _window_alone(attention: SoftmaxAttention, window: int, sinks: int) -> nnx.Module:
@@ -250,6 +299,8 @@ def check_plot(path: str | Path) -> None:
         raise InputError(f"--output={path}: a plot is FILE.png or FILE.svg")
     if not path.parent.is_dir():
         raise InputError(f"--output={path}: there is no directory {path.parent}")
+    if path.is_dir():
+        raise InputError(f"--output={path} is a folder: give the name of a file")
 
 
 def plot(damage: Damage, path: str | Path) -> None:
@@ -258,9 +309,10 @@ def plot(damage: Damage, path: str | Path) -> None:
 
 
 def bars(damage: Damage) -> Any:
-    """A figure: the score of each attention as a bar, above the line of the whole model's."""
+    """A figure: the score of each attention as a bar, above the line of the whole model's. Heads are not drawn."""
     from matplotlib.figure import Figure
 
+    damage = damage._replace(scores={name: score for name, score in damage.scores.items() if name.count(".") == 1})
     figure = Figure(figsize=(max(6.0, 0.28 * len(damage.scores)), 3.6))
     axes = figure.subplots()
     colors = ["#cc79a7" if name.endswith(".cross") else "#d55e00" for name in damage.scores]

@@ -20,6 +20,7 @@ class FeatureUse(NamedTuple):
 
     features: int  # of all heads together
     dead: int  # of these, zero for all queries or for all keys: they add nothing to any φ(q)·φ(k)
+    dead_by_head: list[int]  # of each key/value head
     clamped: float | None  # share of normalisers φ(q)·z below their least value; None: the attention has no such bound
 
 
@@ -27,7 +28,7 @@ def feature_use(model: LanguageModel, batch: Batch) -> dict[str, FeatureUse]:
     """By the name of each linear attention of the decoder, such as `3.cross`; padding does not count."""
     measured = _measure(*nnx.split(model), jax.tree.map(jnp.asarray, batch))
     return {
-        name: FeatureUse(dead.size, int(dead.sum()), None if clamped is None else float(clamped))
+        name: FeatureUse(dead.size, int(dead.sum()), dead.sum(1).tolist(), None if clamped is None else float(clamped))
         for name, (dead, clamped) in measured.items()
     }
 

@@ -71,6 +71,15 @@ def choose_layers(
     return {**plan, **chosen}, {"asked": asked, "damage": damage._asdict()}
 
 
+def check_plan(plan: dict[str, Any], config: ModelConfig) -> None:
+    """Raises an InputError for a conversion that cannot be: better before anything is computed than after it."""
+    if any(spec.kind != "softmax" for spec in (*config.attention, *config.cross_attention)):
+        raise InputError("the model is converted already: give the transformer, all of whose attention is softmax")
+    asked = {name: plan[name] for name in ATTENTION if plan.get(name) and is_automatic(plan[name])}
+    check(asked, plan, config)
+    _swapped(config, plan, dict.fromkeys(asked, "none"))
+
+
 def check(asked: dict[str, str], plan: dict[str, Any], config: ModelConfig) -> None:
     """Raises an InputError for rules that no damage could satisfy: more layers than there are, too small a state."""
     rules = {name: parse(keep) for name, keep in asked.items()}

@@ -72,6 +72,10 @@ def score_samples(
 
 def check_samples(loaded: LoadedModel, scorer: LoadedModel | None, *, length: int, prompt: int) -> None:
     """Raises an InputError, before anything is computed, if the two models cannot be used together, or so long."""
+    if scorer is not None and scorer.model.config.encoder_layers:
+        raise InputError(
+            "the scorer is a translation model: choose a language model, such as the one before conversion"
+        )
     for content in (loaded, scorer or loaded):
         check_language_model(content)
         check_length(content.model.config, prompt + 1 + length)  # an end-of-text token may come first
@@ -87,7 +91,9 @@ def _same_tokens(one: LoadedModel, other: LoadedModel) -> bool:
 
 def pieces(tokens: np.ndarray, count: int, length: int) -> list[list[int]]:
     """`count` pieces of a text, evenly spaced from its beginning to its end; they overlap if it is short."""
-    starts = np.linspace(0, max(len(tokens) - length, 0), count).astype(int)
+    if len(tokens) < length:
+        raise InputError(f"prompts of {length} tokens need a longer text: this one has {len(tokens)} tokens")
+    starts = np.linspace(0, len(tokens) - length, count).astype(int)
     return [np.asarray(tokens[start : start + length]).tolist() for start in starts]
 
 

@@ -20,7 +20,7 @@ from t2r.evaluation.bleu import check_tokenizer, score_translations, tokenized_b
 from t2r.evaluation.logits import logits_of
 from t2r.evaluation.perplexity import bits_per_byte, document_perplexity, per_word, perplexity
 from t2r.evaluation.recall import recall, repeated
-from t2r.evaluation.samples import LENGTH, PROMPT, check_samples, score_samples
+from t2r.evaluation.samples import LENGTH, PROMPT, check_samples, pieces, score_samples
 from t2r.files import atomic_file, check_output_file, read_arrays
 from t2r.store.model_dir import LoadedModel
 
@@ -75,6 +75,8 @@ def evaluate_text(
     tokens, text = tokenize(tokenizer, texts), "\n".join(texts)
     for length in recall_lengths:
         repeated(tokens, length, 1)  # refuses one that is too long for the text, before anything is scored
+    if samples:
+        pieces(tokens, 1, sample_prompt)  # likewise
     scores = perplexity(model, tokens, **options)
     result = {
         "perplexity": scores.perplexity,

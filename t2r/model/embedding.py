@@ -23,7 +23,24 @@ class TeacherOutputs(NamedTuple):
     top_k: int = 0  # how many of its likeliest tokens count; 0: all
 
 
-class PlainEmbedding(nnx.Module):
+class OutputLayer(nnx.Module):
+    """What decoding asks of an output layer, whatever its tables: from its `logits` and `log_probs`."""
+
+    def greedy_token(self, x: Float[Array, "*b width"]) -> Int[Array, "*b"]:
+        """The most probable token."""
+        return jnp.argmax(self.logits(x), -1).astype(jnp.int32)
+
+    def likeliest(
+        self, x: Float[Array, "b width"], count: int, always: int
+    ) -> tuple[Float[Array, "b count"], Int[Array, "b count"], Float[Array, "b"]]:
+        """The log-probabilities of the `count` likeliest tokens (of all, if there are fewer), largest first; these
+        tokens; and the log-probability of the token `always`."""
+        log_probs = self.log_probs(x)
+        values, tokens = jax.lax.top_k(log_probs, min(count, log_probs.shape[-1]))
+        return values, tokens.astype(jnp.int32), log_probs[:, always]
+
+
+class PlainEmbedding(OutputLayer):
     """An embedding table; the logits are x tableᵀ, or x outputᵀ if `tied_output` is False.
 
     With `source` it embeds the source language, and has no output layer.
@@ -82,7 +99,7 @@ class PlainEmbedding(nnx.Module):
         return LogitInputs(x, table, None if self.bias is None else self.bias[...])
 
 
-class AdaptiveEmbedding(nnx.Module):
+class AdaptiveEmbedding(OutputLayer):
     """Adaptive input embeddings and adaptive softmax (Baevski & Auli, 2019), with tied tables and tied projections.
 
     The vocabulary, sorted by falling frequency, is cut into bands. Each band has narrower embeddings than the one

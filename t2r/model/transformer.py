@@ -371,7 +371,7 @@ class LanguageModel(nnx.Module):
 
     def greedy_token(self, hidden: Float[Array, "*b width"]) -> Int[Array, "*b"]:
         """The most probable next token."""
-        return jnp.argmax(self.logits(hidden), -1).astype(jnp.int32)
+        return self.embedding.greedy_token(hidden)
 
     def losses(
         self,

@@ -15,6 +15,7 @@ from t2r.errors import InputError, raise_all
 from t2r.files import atomic_directory, check_free, read_json, recover
 from t2r.model.config import RUNTIME_FIELDS, ModelConfig, from_dict
 from t2r.model.parameters import abstract_model, arrays_of, with_arrays
+from t2r.model.rows import is_for_decoding
 from t2r.model.transformer import LanguageModel
 from t2r.store import tensors
 
@@ -44,6 +45,8 @@ def resolve(name: str) -> Path:
 
 def save(path: Path, content: LoadedModel, *, replace: bool = False, dtype: str = "float32") -> None:
     """Writes a model directory atomically. If it exists, that is an error, or with `replace` it is replaced."""
+    if is_for_decoding(content.model):
+        raise InputError(f"{path}: this model is laid out for decoding: save the one that it was made from")
     if not replace:
         check_free(path)
     config = {"format": FORMAT, "family": _family(content.model.config), **content.model.config.to_dict()}

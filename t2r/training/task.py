@@ -11,7 +11,7 @@ from t2r.data.batches import Blocks, Documents, Repeating, training_batches
 from t2r.data.buckets import Buckets
 from t2r.data.pairs import is_pairs
 from t2r.data.prepared import prepare_pairs, prepare_tokenizer, prepare_tokenizers, prepare_tokens
-from t2r.data.tokenizer import Tokenizer, TokenizerPair
+from t2r.data.tokenizer import Tokenizer, TokenizerPair, stop_ids
 from t2r.errors import InputError
 from t2r.evaluation.perplexity import document_perplexity, pair_perplexity, perplexity
 from t2r.model.transformer import LanguageModel, check_length
@@ -40,6 +40,7 @@ class LanguageModelling:
         check_length(model.config, config.data.length)
         sequences_per_part(config, devices)  # raises if the batch cannot be divided
         data, self._config, self._start = config.data, config, tokenizer.end
+        self._closing = {tokenizer.end, *stop_ids(tokenizer)}
         (tokens, ends), self._valid = corpora(config, workdir, tokenizer)
         if data.documents:
             self._sequences, kind = Documents(tokens, ends, data.length, tokenizer.end), "documents"
@@ -58,8 +59,18 @@ class LanguageModelling:
         tokens, ends = self._valid
         options = dict(window=self._config.data.length, quiet=True)
         if self._config.data.documents:
-            return document_perplexity(model, np.split(tokens, ends[:-1]), start=self._start, **options).perplexity
+            # As `evaluate --documents` does: without the tokens that end a document.
+            documents = [_without_end(ids, self._closing) for ids in np.split(tokens, ends[:-1])]
+            return document_perplexity(model, documents, start=self._start, **options).perplexity
         return perplexity(model, np.append(self._start, tokens), **options).perplexity
+
+
+def _without_end(ids: np.ndarray, closing: set[int]) -> np.ndarray:
+    """A document without its closing tokens."""
+    length = len(ids)
+    while length and int(ids[length - 1]) in closing:
+        length -= 1
+    return ids[:length]
 
 
 class Translation:

@@ -55,17 +55,19 @@ def written_tokens(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> t
         texts = []
         for prompt, ids, generated in zip(batch, outputs, np.concatenate(segments, 1).tolist()):
             text = [*(prompt[1:] if prompt[0] == tokenizer.end else prompt), *ids]
-            # The stop token that the teacher chose, then the separator from the next text, which may be that token. A
-            # text that reached the length limit has not ended.
-            stop = generated[len(ids)] if len(ids) < plan.length else tokenizer.end
-            texts.append([*text, *([] if stop == tokenizer.end else [stop]), tokenizer.end])
+            if len(ids) < plan.length:
+                # The stop token that the teacher chose, then the separator from the next text, if it is another.
+                text += [generated[len(ids)], tokenizer.end][generated[len(ids)] == tokenizer.end :]
+            elif not config.data.documents:
+                text.append(tokenizer.end)  # it has not ended, but another text follows it in the same sequence
+            texts.append(text)
         return texts
 
     def show(texts: Sequences) -> list[str]:
         stops = {*stop_ids(tokenizer), tokenizer.end}
         return [tokenizer.decode([i for i in text if i not in stops]) for text in texts]
 
-    return read_ids(_written(config, workdir, f"{prompts}", plan.texts, write, show) / "texts")
+    return read_ids(_written(config, workdir, f"{prompts} {config.data.documents}", plan.texts, write, show) / "texts")
 
 
 def written_pairs(config: ConfigDict, workdir: Path, spec: str, split: str, tokenizer: TokenizerPair) -> EncodedPairs:

@@ -15,6 +15,7 @@ from t2r.data.pairs import is_pairs
 from t2r.data.prepared import stamps_of
 from t2r.errors import InputError
 from t2r.evaluation.bleu import check_tokenizer
+from t2r.evaluation.keep import check_plan
 from t2r.files import check_free, exclusive, read_json, write_json
 from t2r.importers.source import import_model
 from t2r.model.config import ModelConfig
@@ -22,6 +23,7 @@ from t2r.model.parameters import arrays_of, parameter_count
 from t2r.model.state_size import natural_length
 from t2r.store import model_dir
 from t2r.training.build import build
+from t2r.training.config import conversion
 from t2r.training.task import make_task, splits
 from t2r.training.trainer import flat, train
 from t2r.workflow.curve import NOT_CONVERTED, point
@@ -70,6 +72,8 @@ def convert_and_finetune(
     config = make_config(transformer, architecture, data=data, recipe=recipe, steps=steps, plan=plan, fields=fields)
     if control and config.steps == config.transfer.steps:
         raise InputError("--control needs steps after the attention transfer: there is nothing to compare")
+    check_plan(conversion(config), architecture)
+    warn_of_window(config)
     curves = curve_configs(config, curve, architecture)
     if architecture.encoder_layers:
         check_tokenizer("13a")  # sacrebleu is installed
@@ -82,6 +86,25 @@ def convert_and_finetune(
         write_json(workdir / "report.json", finite(report))
         write_report(workdir / "report.html", report)
     return summary(report, workdir)
+
+
+def warn_of_window(config: ConfigDict) -> None:
+    """Says so if attention is exact for all tokens that training sees, so that φ learns nothing."""
+    exact, length = config.convert.window + config.convert.sinks, config.data.length
+    if not is_pairs(config.data.source) and exact >= length:
+        say(
+            f"attention is exact for {exact} tokens, and training sequences have {length}: φ is never used and learns "
+            "nothing; choose a smaller --window, or longer sequences with --set=data.length=N"
+        )
+
+
+def is_whole(path: Path) -> bool:
+    """Whether there is a model that can be read."""
+    try:
+        model_dir.load(path)
+    except InputError:
+        return False
+    return True
 
 
 def find_model(source: str | Path, workdir: Path) -> str:
@@ -120,7 +143,7 @@ class Work:
         """Does all steps that are not finished; returns the content of the report."""
         config, step, held_out = self.config, self.steps.run, HeldOut(self.config, self.training, prompts)
         transfer, rest = config.transfer.steps, config.steps - config.transfer.steps
-        lost = not self.output.exists()
+        lost = not is_whole(self.output)
 
         data = step("data", "data" + (": the transformer writes it" if config.teacher.writes else ""), self.prepare)
         before = step("transformer", "score the transformer", lambda: held_out.measure(self.load()), prompts)

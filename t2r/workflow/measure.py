@@ -17,7 +17,7 @@ from t2r.data.pairs import load_pairs
 from t2r.decode.sampling import Sampling
 from t2r.decode.text import generate_text
 from t2r.decode.translator import translate_lines
-from t2r.evaluation.features import feature_use
+from t2r.evaluation.features import FeatureUse, feature_use
 from t2r.evaluation.recall import recall
 from t2r.evaluation.samples import PROMPT as SAMPLE_PROMPT
 from t2r.evaluation.samples import score_samples
@@ -59,11 +59,10 @@ class HeldOut:
     def samples(self, loaded: LoadedModel, transformer: LoadedModel) -> dict[str, float]:
         """How the transformer finds what a language model writes, in texts as long as a training sequence."""
         length, positions = self._config.data.length, loaded.model.config.max_positions
-        prompt = min(SAMPLE_PROMPT, length // 2)
+        tokens = self._tokens(loaded)
+        prompt = min(SAMPLE_PROMPT, length // 2, len(tokens))
         length = min(length, positions - prompt - 1) if positions else length
-        return score_samples(
-            loaded, self._tokens(loaded), SAMPLES, scorer=transformer, length=length, prompt=prompt, quiet=True
-        )
+        return score_samples(loaded, tokens, SAMPLES, scorer=transformer, length=length, prompt=prompt, quiet=True)
 
     def batch(self, loaded: LoadedModel) -> Batch:
         """Some held-out sequences."""
@@ -145,7 +144,7 @@ def attentions(loaded: LoadedModel, batch: Batch, run: Path, damage: dict[str, A
             "exact_for": spec.exact_for,
             "damage": damage and damage["scores"].get(name),
             "distance": distances.get(name),
-            **(used[name]._asdict() if name in used else dict(features=None, dead=None, clamped=None)),
+            **(used[name]._asdict() if name in used else dict.fromkeys(FeatureUse._fields)),
         }
         for name, spec in named_specs(loaded.model.config)
     ]

@@ -16,7 +16,9 @@ from t2r.workflow.curve import draw, measures_of, words
 LABELS = {"perplexity": "perplexity", "bleu": "BLEU", "chrf": "chrF"}  # scores that the table shows, besides recall
 
 COLUMN_NOTES = {
-    "damage": "Perplexity when reduced: of the transformer, before training, with this one attention reduced.",
+    "features": "Features are those of all heads together.",
+    "damage": "Perplexity when reduced: of the transformer, before training, with this one attention reduced: causal "
+    "attention to its window and first tokens, cross attention to the mean of the source.",
     "distance": "The distance is Σ‖y − y′‖² / Σ‖y′‖², where y′ is the output of the transformer's attention.",
     "dead": "A feature of φ is dead if it is zero for all queries, or for all keys, of a held-out batch.",
     "clamped": "A normaliser is clamped if φ(q)·z is below its least value.",
@@ -63,7 +65,7 @@ def gain(report: dict[str, Any]) -> str:
     if share is None:
         return ""
     if share < 0:
-        return " Training recovered nothing of the perplexity that the swap cost."
+        return " <b>Training made it worse</b> than it was after the swap: train longer, or on other data."
     if share <= 1:
         return f" Training recovered <b>{share:.1%}</b> of the perplexity that the swap cost."
     # Not all of it is recovered: training on the data would have improved the transformer, too.
@@ -115,11 +117,13 @@ def _attentions(report: dict[str, Any]) -> list[str]:
         "distance": "distance after transfer",
         "features": "features",
         "dead": "dead features",
+        "dead_by_head": "of each head",
         "clamped": "clamped normalisers",
     }
     used = [key for key in columns if any(attention[key] is not None for attention in report["attentions"])]
+    shown = {"clamped": _share, "dead_by_head": lambda counts: counts and " ".join(map(str, counts))}
     rows = [
-        (attention["name"], *(_share(attention[key]) if key == "clamped" else attention[key] for key in used))
+        (attention["name"], *(shown.get(key, lambda value: value)(attention[key]) for key in used))
         for attention in report["attentions"]
     ]
     notes = [note for key, note in COLUMN_NOTES.items() if key in used]

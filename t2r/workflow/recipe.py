@@ -42,6 +42,8 @@ def make_config(
     config.log_every = max(1, (config.transfer.steps or config.steps) // 8)
     config.eval_every = config.transfer.steps or max(1, config.steps // 4)  # so that the end of the transfer is scored
     config.checkpoint_every = max(1, config.steps // 20)
+    if "init_from" in (fields or {}):
+        raise InputError(f"--set=init_from={fields['init_from']}: the model to convert is --model={model}")
     set_fields(config, fields or {})
     if config.teacher.writes and "teacher.texts" not in (fields or {}):  # no more than are read
         config.teacher.texts = min(config.teacher.texts, max(LEAST_TEXTS, config.steps * config.data.batch))

@@ -3,12 +3,13 @@
 import json
 import os
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from t2r.console import say
-from t2r.errors import raise_all
+from t2r.errors import InputError, raise_all
 from t2r.files import read_json, write_json
 
 
@@ -20,11 +21,15 @@ class Steps:
         request = as_json(request)
         if not os.path.lexists(path):
             self._content = {"request": request, "steps": {}}
-            write_json(path, self._content)
+            self._write()
             return
-        self._content = read_json(path, "move it away: all steps are then done again")
-        before = self._content.setdefault("request", {})
-        self._content.setdefault("steps", {})
+        advice = "move it away: all steps are then done again"
+        self._content = read_json(path, advice)
+        if self._content.pop("checksum", None) != _checksum(self._content):
+            raise InputError(f"{path} is damaged, or of another version: {advice}")
+        before = self._content["request"]
+        if not self._content["steps"]:  # nothing is finished that another request could spoil
+            self._content["request"] = before = request
         problems = [
             f"{name} was {before.get(name)}, is {request.get(name)}"
             for name in sorted({*before, *request})
@@ -45,13 +50,21 @@ class Steps:
             result = as_json(work())
             finished = {"asked": asked, "seconds": round(time.monotonic() - began, 1), "result": result}
             self._content["steps"][name] = finished
-            write_json(self._path, self._content)
+            self._write()
         return finished["result"]
+
+    def _write(self) -> None:
+        write_json(self._path, {**self._content, "checksum": _checksum(self._content)})
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds by step; of a step that was interrupted, only since it was last started."""
         return {name: step["seconds"] for name, step in self._content["steps"].items()}
+
+
+def _checksum(content: dict[str, Any]) -> int:
+    """Of all that the file has, in the order in which it has it."""
+    return zlib.crc32(json.dumps(content).encode())
 
 
 def as_json(value: Any) -> Any:

@@ -40,7 +40,7 @@ class Inputs:
     """Raw queries, keys and values, their φ, optionally a padding mask, and optionally five earlier keys and values."""
 
     def __init__(self, name, size, seed, masked, with_past, scale=1.5):
-        batch, n, g, r, d = size.values()
+        batch, n, g, r, d = (size[name] for name in ("batch", "length", "groups", "per_group", "dim"))
         random = np.random.default_rng(seed)
         normal = lambda *shape: random.normal(size=shape).astype(np.float32)  # noqa: E731
         shape = AttentionShape(width=g * r * d, heads=g * r, kv_heads=g, head_dim=d, bias=True)

@@ -123,3 +123,13 @@ def test_bfloat16_activations_with_a_float32_state(kind):
     if kind == "windowed":
         assert state.k.dtype == state.v.dtype == jnp.bfloat16, "keys and values in the window are those of a cache"
     assert error(out, jax.jit(lambda: reference(x)[0])()) < 0.03  # weights and inputs are rounded too
+
+
+@pytest.mark.parametrize("kind", CAUSAL_KINDS)
+def test_weights_times_values_are_the_output(kind):
+    """For each query head: the first half of them reads the first key/value head."""
+    attention, x = make(kind), sequence(9)
+    weights = attention.weights(x)
+    assert weights.shape == (2, 4, 9, 9) and not np.triu(weights, 1).any()
+    heads = jnp.einsum("bhnm,bmhd->bnhd", weights, jnp.repeat(attention.value(x), 2, axis=2))
+    assert error(attention.out(heads), attention(x)[0]) < 1e-5

@@ -126,6 +126,8 @@ def test_the_crossover_is_where_the_bytes_are_equal():
     assert predicted_crossover(t2r, elu, 16, MACHINE) is None
     assert measured_crossover({100: 1.0, 200: 3.0}, {100: 2.0, 200: 2.0}) == pytest.approx(150)
     assert measured_crossover({100: 3.0}, {100: 2.0}) == "below 100"
+    assert measured_crossover({1: 3.0, 100: 1.0, 200: 3.0}, {1: 2.0, 100: 2.0, 200: 2.0}) == pytest.approx(150)
+    assert measured_crossover({32: 3.0, 64: 1.0}, {32: 2.0, 64: 2.0}) == "above 64"
     assert measured_crossover({100: 1.0, 300: 1.5}, {100: 2.0, 200: 2.0}) == "above 100"
 
 

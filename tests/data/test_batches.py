@@ -76,9 +76,9 @@ def test_the_beginning_of_some_sequences_repeats():
     changed = np.flatnonzero((plain != repeating).any(1))
     assert 200 < len(changed) < 300
     for index in changed:
-        period = int(np.argmax(repeating[index, 1:] == repeating[index, 0])) + 1
-        assert 101 // 8 <= period <= 101 // 2
-        np.testing.assert_array_equal(repeating[index], np.resize(plain[index, :period], 101))
+        period = int(np.argmax(repeating[index, 2:] == repeating[index, 1])) + 1
+        assert 100 // 8 <= period <= 100 // 2 and repeating[index, 0] == plain[index, 0]
+        np.testing.assert_array_equal(repeating[index, 1:], np.resize(plain[index, 1 : period + 1], 100))
     # Each sequence by itself, as a process of several reads it, is the same.
     np.testing.assert_array_equal(Repeating(blocks, 0.25, seed=3).read(indices[7:9]).tokens, repeating[7:9])
 

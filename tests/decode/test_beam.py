@@ -20,7 +20,7 @@ from t2r.decode.beam import Beam, check_memory, score, translate
 from t2r.decode.generate import generate_tokens, prefill_translation, state_bytes
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError
-from t2r.model.transformer import Seq2Seq
+from t2r.model.embedding import PlainEmbedding
 
 END = 5  # a token that these random models often generate
 PAD = 7
@@ -193,18 +193,18 @@ def test_batches_padding_greedy_and_rescoring(kind):
     assert [hypotheses[0].tokens for hypotheses in narrow] == greedy
 
 
-class Confident(Seq2Seq):
+class Confident(PlainEmbedding):
     """Gives its best token most of the probability, and all others, the stop token too, an equal share of the rest."""
 
-    def log_probs(self, hidden):
-        likely = jax.nn.one_hot(jnp.argmax(super().log_probs(hidden)[..., 1:], -1) + 1, 12)
+    def log_probs(self, x):
+        likely = jax.nn.one_hot(jnp.argmax(super().log_probs(x)[..., 1:], -1) + 1, 12)
         return jnp.log(0.92 * likely + 0.08 / 12)
 
 
 def test_unlikely_results_do_not_stop_a_likely_translation():
     """With early stopping, as in the paper's toolkit, unlikely beams that end fill the results; here at every step."""
     model = model_of("t2r")
-    model.__class__ = Confident
+    model.embedding.__class__ = Confident
     sources, limits = padded(random_sources([6, 6], 12), 6), [10, 10]
     greedy = translate(model, sources, end=0, beam=Beam(1), limits=limits)
     for early in (False, True):

@@ -9,8 +9,9 @@ from t2r.data.pairs import number_pairs
 from t2r.data.tokenizer import FairseqSubwords, SentencePiece, TokenizerPair
 from t2r.decode.beam import Beam
 from t2r.decode.sampling import Sampling
-from t2r.decode.translator import TranslateOptions, pad, translate_lines
+from t2r.decode.translator import TranslateOptions, batch_rows, pad, translate_lines
 from t2r.errors import InputError
+from t2r.model.rows import for_decoding
 from t2r.store.model_dir import LoadedModel
 
 LINES = [
@@ -46,6 +47,20 @@ def test_translations_are_in_the_order_of_the_lines(content):
         assert [t.score for t in translations] == sorted((t.score for t in translations), reverse=True)
 
 
+def test_a_limit_of_each_line_is_kept(content):
+    unlimited = translate_lines(content, LINES, TranslateOptions(beam=Beam(1), batch=4))
+    limited = translate_lines(content, LINES, TranslateOptions(beam=Beam(1), batch=4), limits=[2] * len(LINES))
+    whole, cut = ([content.tokenizer.target.encode(t[0].text) for t in results] for results in (unlimited, limited))
+    assert max(map(len, cut)) < max(map(len, whole))
+
+
+def test_8_bit_weights_translate(content):
+    """What is likeliest is seldom near to anything else."""
+    rounded = content._replace(model=for_decoding(content.model, "int8"))
+    exact, results = (translate_lines(c, LINES, TranslateOptions(beam=Beam(1), batch=4)) for c in (content, rounded))
+    np.testing.assert_allclose([t[0].score for t in results], [t[0].score for t in exact], rtol=0.1)
+
+
 def test_sampling_needs_no_beam(content):
     options = TranslateOptions(sampling=Sampling(1.0), seed=1, batch=4)
     first, again = translate_lines(content, LINES, options), translate_lines(content, LINES, options)
@@ -74,8 +89,13 @@ def test_lines_that_are_too_long_are_refused_or_cut(content):
     assert len(warnings) == 1 and "line 3 " in warnings[0] and len(results) == len(LINES)
 
 
-def test_batches_have_few_widths():
+def test_batches_have_few_shapes_and_little_padding():
     assert pad([[1] * 3], 4).shape == (4, 16) and pad([[1] * 17], 2).shape == (2, 32) == pad([[1] * 32], 2).shape
+    widths = [pad([[1] * length], 1).shape[1] for length in range(1, 1025)]
+    assert len(set(widths)) <= 24
+    assert all(length <= width < max(17, 1.25 * length + 16) for length, width in enumerate(widths, 1))
+    assert batch_rows(100, 32) == 28 and batch_rows(65, 64) == 36 and batch_rows(6400, 64) == 64
+    assert all(-(-lines // batch_rows(lines, 32)) == -(-lines // 32) for lines in range(1, 300))
 
 
 def test_a_language_model_does_not_translate(tokenizer):

@@ -8,7 +8,7 @@ from t2r.batch import Batch
 from t2r.benchmark.steps import attention_bytes
 from t2r.conversion.swap import swap
 from t2r.errors import InputError
-from t2r.evaluation.damage import Damage, measure_damage
+from t2r.evaluation.damage import Damage, damage_on_text, measure_damage
 from t2r.evaluation.keep import choose_layers
 from t2r.evaluation.recall import recall, repeated
 from t2r.model.loss import token_losses
@@ -51,6 +51,20 @@ def test_damage_is_the_recall_of_the_model_with_one_layer_reduced_to_its_window(
     for layer, score in enumerate(damage.scores.values()):
         expected = recall(reduced_to_a_window(model, layer, 3, 1), text, **options)
         assert score == pytest.approx(expected, rel=1e-5)
+
+
+def test_damage_of_one_head_is_that_of_its_layer_if_the_other_heads_are_silent():
+    model = make_model(micro(layers=2, heads=4, kv_heads=2, positions="rotary", adaptive_cutoffs=()))
+    out = model.blocks[1].attention.out
+    out.kernel[...] = out.kernel[...].at[:2].set(0)  # of the first key/value head
+    batches = [Batch(repeated(np.asarray(random_tokens(1, 60)[0]), 20, 6))]
+    damage = measure_damage(model, batches, window=3, sinks=1, heads=True, quiet=True)
+    names = ["0.attention", "0.attention.0", "0.attention.1", "1.attention", "1.attention.0", "1.attention.1"]
+    assert list(damage.scores) == names and list(damage.layers()) == [0, 1]
+    assert damage.scores["1.attention.0"] == pytest.approx(damage.base, rel=1e-6)
+    assert damage.scores["1.attention.1"] == pytest.approx(damage.scores["1.attention"], rel=1e-6)
+    assert damage.scores["1.attention"] != pytest.approx(damage.base, rel=1e-4)
+    assert len({damage.scores[name] for name in names[:3]}) == 3
 
 
 def test_damage_of_a_translation_model_reduces_cross_attention_to_the_mean_of_the_source():
@@ -132,3 +146,9 @@ def test_a_budget_is_for_both_kinds_of_attention_of_a_translation_model():
 def test_a_model_without_softmax_has_nothing_to_measure():
     with pytest.raises(InputError, match="no softmax attention left"):
         measure_damage(swap(make_model(micro()), features=4), [Batch(random_tokens(2, 8))])
+
+
+def test_a_window_that_leaves_nothing_out_is_refused():
+    model, text = make_model(micro(adaptive_cutoffs=())), np.asarray(random_tokens(1, 60)[0])
+    with pytest.raises(InputError, match="window of 20 tokens leaves nothing of a sequence of 20 out"):
+        damage_on_text(model, text, length=20, window=20)

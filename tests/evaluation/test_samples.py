@@ -62,7 +62,9 @@ def test_what_a_model_samples_is_likelier_under_itself_than_what_another_samples
 def test_prompts_come_from_all_over_the_text_or_there_are_none(models):
     tokens = np.arange(100)
     assert pieces(tokens, 3, 10) == [list(range(first, first + 10)) for first in (0, 45, 90)]
-    assert pieces(tokens[:4], 2, 10) == [[0, 1, 2, 3]] * 2 and pieces(tokens, 2, 0) == [[], []]
+    assert pieces(tokens[:4], 2, 4) == [[0, 1, 2, 3]] * 2 and pieces(tokens, 2, 0) == [[], []]
+    with pytest.raises(InputError, match="prompts of 10 tokens need a longer text: this one has 4 tokens"):
+        pieces(tokens[:4], 2, 10)
     assert score_samples(models[0], tokens, 2, length=3, prompt=0, quiet=True)["greedy_tokens"] <= 3
 
 

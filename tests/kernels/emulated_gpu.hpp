@@ -19,11 +19,13 @@ struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
 
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline u32 __float_as_uint(float x) { u32 bits; std::memcpy(&bits, &x, 4); return bits; }
+inline float __uint_as_float(u32 bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 inline float from_bits(u32 bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 
 struct Index { u32 x; };
@@ -41,7 +43,7 @@ struct Warp {
 struct Block {
   std::unique_ptr<unsigned char[]> memory;
   unsigned char* shared;  // aligned
-  ThreadBarrier barrier;
+  ThreadBarrier barrier, named[4];  // of all threads, and of some
   std::vector<Warp> warps;
 };
 
@@ -78,6 +80,11 @@ inline void synchronise(ThreadBarrier& barrier, int threads) {
 
 inline void __syncwarp() { synchronise(blocks[blockIdx.x].warps[threadIdx.x / 32].barrier, 32); }
 inline void __syncthreads() { synchronise(blocks[blockIdx.x].barrier, threads_per_block); }
+template <int ID, int COUNT>
+void sync_threads() {
+  synchronise(blocks[blockIdx.x].named[ID], COUNT);
+}
+inline u32 read_clock() { return 0; }
 inline void sync_cluster() {
   synchronise(clusters[blockIdx.x / ranks_per_cluster], threads_per_block * ranks_per_cluster);
 }
@@ -119,11 +126,10 @@ inline void multiply_add(float (&sum)[4], uint4 x, u32 low, u32 high) {
   }
 }
 
-// A barrier that counts bytes (mbarrier).
+// A barrier that counts bytes and arrivals of threads (mbarrier).
 struct ByteBarrier {
-  int missing : 30;  // bytes that were expected and have not arrived; negative if they arrive before they are expected
-  unsigned not_expected : 1, phase : 1;  // no thread has said yet how many bytes this phase expects
-  int unused;
+  int missing;  // bytes that were expected and have not arrived; negative if they arrive before they are expected
+  unsigned phase : 1, arrivals : 15, missing_arrivals : 16;  // `arrivals` are needed in each phase
 };
 static_assert(sizeof(ByteBarrier) == sizeof(u64), "");
 
@@ -132,29 +138,39 @@ inline ByteBarrier& emulated(const u64* barrier) { return *(ByteBarrier*)barrier
 inline void arrive(ByteBarrier& barrier, int bytes) {
   progress++;
   barrier.missing -= bytes;
-  if (!barrier.not_expected && !barrier.missing) {
+  if (!barrier.missing_arrivals && !barrier.missing) {
     barrier.phase ^= 1;
-    barrier.not_expected = 1;
+    barrier.missing_arrivals = barrier.arrivals;
   }
 }
 
-inline void init_barrier(u64* barrier) { emulated(barrier) = {0, 1, 0, 0}; }
+inline void init_barrier(u64* barrier, u32 arrivals = 1) { emulated(barrier) = {0, 0, arrivals, arrivals}; }
 inline void fence_barrier_init() {}
 
 inline void expect_bytes(u64* barrier, u32 bytes) {
-  if (!emulated(barrier).not_expected) {
-    std::fprintf(stderr, "block %u, thread %u: expect_bytes twice in a phase\n", blockIdx.x, threadIdx.x);
+  if (!emulated(barrier).missing_arrivals) {
+    std::fprintf(stderr, "block %u, thread %u: too many arrivals in a phase\n", blockIdx.x, threadIdx.x);
     std::exit(1);
   }
-  emulated(barrier).not_expected = 0;
+  emulated(barrier).missing_arrivals--;
   arrive(emulated(barrier), -(int)bytes);
 }
+inline void arrive(u64* barrier) { expect_bytes(barrier, 0); }
 
 inline void wait_for_sends(u64* barrier, u32 parity) {
   while (emulated(barrier).phase == parity) yield();
   progress++;
 }
 inline void wait_for_loads(u64* barrier, u32 parity) { wait_for_sends(barrier, parity); }
+
+inline bool has_ended(u64* barrier, u32 parity) { return emulated(barrier).phase != parity; }
+
+inline void change(u32* number) { ++*number, ++progress; }
+inline u32 wait_for_change(const u32* number, u32 seen) {
+  while (*number == seen) yield();
+  progress++;
+  return *number;
+}
 
 template <typename Type>
 Type* address_at_rank(Type* pointer, int rank) {

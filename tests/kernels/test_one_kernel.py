@@ -1,9 +1,6 @@
 """The kernel of all layers, run on a CPU that emulates a GPU's threads, against the model's own step."""
 
-import ctypes
 import shutil
-import subprocess
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +14,7 @@ from t2r.model.config import AttentionSpec, preset
 from t2r.model.parameters import abstract_model
 from t2r.model.transformer import embed
 from tests.conftest import error, make_model, micro, random_tokens
+from tests.kernels.emulation import emulate
 
 MERGED = AttentionSpec("merged", "t2r", 32)
 PAPER_LIKE = dict(
@@ -39,7 +37,7 @@ def test_the_kernel_equals_the_models_step(tmp_path):
     layers = one_kernel.pack([fused.layer_matrices(block)[:4] for block in model.blocks], 2, 32, CLUSTERS)
 
     macros = one_kernel.definitions(model.config, 32, batch, model.blocks[0].attention.normalizer, CLUSTERS)
-    out, states = emulate(tmp_path, macros, x, layers, state.layers, active)
+    out, states = run_emulated(tmp_path, macros, x, layers, state.layers, active)
     indices = np.flatnonzero(active)
     assert (
         error(out[indices] - x[indices], hidden[indices, 0] - x[indices]) < 0.01
@@ -49,31 +47,14 @@ def test_the_kernel_equals_the_models_step(tmp_path):
         assert error((state.S[1], state.z[1]), (expected_state.S[1], expected_state.z[1])) == 0
     # The variance of equal numbers, computed as E[x²] − E[x]², is negative by rounding for some of these.
     constant = 1000 + 7.77 * jnp.arange(batch)[:, None] * jnp.ones_like(x)
-    out, _ = emulate(tmp_path, macros, constant, layers, states, active)
+    out, _ = run_emulated(tmp_path, macros, constant, layers, states, active)
     assert np.isfinite(out).all()
 
 
-def emulate(folder, macros, x, layers, states, keep):
-    """Compiles the kernel with emulated_gpu.hpp for the CPU and runs it."""
-    types = [parameter.rsplit(" ", 1)[0] for parameter in macros["PARAMETERS"].split(", ")]
-    casts = ", ".join(f"({kind}) pointers[{index}]" for index, kind in enumerate(types))
-    blocks = macros["CLUSTERS"] * one_kernel.RANKS
-    program = [f'#include "{Path(__file__).with_name("emulated_gpu.hpp")}"']
-    program += [f"#define {name} {value}" for name, value in macros.items()] + [one_kernel.source("one_kernel.cu")]
-    program += [f"void call(void** pointers) {{ decode_step({casts}); }}"]
-    program += [
-        f'extern "C" bool launch(void** pointers) {{ '
-        f"return run(call, pointers, {blocks}, RANKS, THREADS, SHARED_MEMORY); }}"
-    ]
-    (folder / "program.cpp").write_text("\n".join(program))
-    command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", "-w", "-o", "program.so", "program.cpp"]
-    subprocess.run(command, check=True, cwd=folder)
-    arguments = one_kernel.arguments(x, layers, states, keep)
-    inputs, updated = ([np.array(array) for array in arrays] for arrays in arguments)
-    pointers = [array.ctypes.data for array in (*inputs, *updated, *updated)]
-    launch = ctypes.CDLL(str(folder / "program.so")).launch
-    launch.restype = ctypes.c_bool
-    assert launch((ctypes.c_void_p * len(pointers))(*pointers)), "deadlock: all threads wait for each other"
+def run_emulated(folder, macros, x, layers, states, keep):
+    """The results of the kernel on an emulated GPU."""
+    arguments, blocks = one_kernel.arguments(x, layers, states, keep), macros["CLUSTERS"] * one_kernel.RANKS
+    updated = emulate(folder, one_kernel.source("one_kernel.cu"), macros, *arguments, blocks)
     return one_kernel.results(updated, x.shape, states)
 
 
@@ -86,7 +67,7 @@ def test_the_papers_model_lowers_for_gpus():
 
     def step(arrays):
         model = nnx.merge(graph, arrays)
-        fast = fused.FusedModel(model, fused.pack_model(model, as_one=True))
+        fast = fused.FusedModel(model, fused.pack_model(model, "one"))
         return fast(jnp.zeros((16, 1), jnp.int32), state=model.init_state(16, 8), mask=jnp.ones((16, 1), bool))
 
     text = jax.jit(step).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()

@@ -12,6 +12,7 @@ from t2r.data.tokenizer import TokenizerPair
 from t2r.decode.beam import Beam
 from t2r.decode.translator import TranslateOptions, translate_lines
 from t2r.errors import InputError
+from t2r.evaluation.score import evaluate_text
 from t2r.model.loss import token_losses
 from t2r.store import model_dir
 from t2r.training import teacher
@@ -65,8 +66,9 @@ def test_a_language_model_generates_training_texts(models, tmp_path, tokenizer, 
     encoded_prompts = [tokenizer.encode(line) for line in prompts.read_text().splitlines()]
     for number, text in enumerate(texts):
         prompt = encoded_prompts[number % 2]
-        assert text[: len(prompt)] == prompt and text[-1] == tokenizer.end
-        assert len(prompt) < len(text) <= len(prompt) + 9
+        # It ends if the teacher ended it, and not at the length limit.
+        assert text[: len(prompt)] == prompt and (text[-1] == tokenizer.end) == (len(text) < len(prompt) + 8)
+        assert len(prompt) < len(text) <= len(prompt) + 8
     assert len({tuple(text) for text in texts}) > 10
     model = build(config, tmp_path).model
     task = make_task(config, tmp_path, model, tokenizer, 1)
@@ -83,11 +85,27 @@ def test_a_text_ends_with_the_stop_token_that_the_teacher_chose(models, tmp_path
     ids, ends = teacher.written_tokens(config, tmp_path, tokenizer)
     texts, chosen = [text.tolist() for text in np.split(ids, ends[:-1])], []
     for text in texts:
-        before = [i for i in text[:-1] if i in stops]
-        assert text[-1] == tokenizer.end and before in ([], text[-2:-1])
-        assert len(text) <= config.teacher.length + 1
-        chosen += before
+        found = [i for i in text if i in stops]
+        if found:
+            assert text[-1] == tokenizer.end and found in (text[-2:], text[-1:])
+            chosen.append(found[0])
+        else:
+            assert len(text) == config.teacher.length  # it has not ended
     assert len(set(chosen)) > 3
+    config.data.documents = False  # another text follows in the same sequence
+    ids, ends = teacher.written_tokens(config, tmp_path, tokenizer)
+    assert all(text[-1] == tokenizer.end for text in np.split(ids, ends[:-1]))
+
+
+def test_validation_on_documents_is_what_evaluate_measures(models, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n<|endoftext|>\n".join(["The quick fox runs.", "An old lamp is here, and it burns.", "No."]))
+    config = make_config(models / "lm")
+    config.data.update(valid=f"text:{text}", length=10)
+    loaded = model_dir.load(models / "lm")
+    task = make_task(config, tmp_path, loaded.model, loaded.tokenizer, 1)
+    expected = evaluate_text(loaded, f"text:{text}", "all", documents=True, window=10)["perplexity"]
+    assert task.validate(loaded.model) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import pytest
 from conftest import WINDOW, make_model, micro, micro_mt, random_tokens
 from t2r.batch import PADDING, Batch
 from t2r.benchmark.steps import attention_bytes
+from t2r.conversion.directory import convert_directory
 from t2r.conversion.swap import swap
 from t2r.data.pairs import number_pairs
 from t2r.data.sources import load_documents
@@ -23,6 +24,7 @@ from t2r.evaluation.features import feature_use
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.store import model_dir
 from t2r.training.metrics import read_metrics
+from t2r.workflow.convert import convert_and_finetune, warn_of_window
 from t2r.workflow.page import gain, write_report
 from t2r.workflow.recipe import make_config, parse_fields
 from t2r.workflow.steps import Steps
@@ -92,6 +94,49 @@ def test_a_finished_step_is_not_done_again(tmp_path):
     assert done == [1, "fails", 2, 3] and steps.seconds.keys() == {"a", "b"}
     with pytest.raises(InputError, match=r"another conversion.*\n  - config.steps was 4, is 5"):
         Steps(path, {"config.steps": 5}, total=3)
+    path.write_text(path.read_text().replace('"result": 1', '"result": 7'))
+    with pytest.raises(InputError, match=r"steps.json is damaged.*move it away"):
+        Steps(path, {"config.steps": 4}, total=3)
+
+
+def test_what_has_finished_nothing_may_be_asked_for_anew(tmp_path):
+    Steps(tmp_path / "steps.json", {"keep": "auto:99"}, total=3)
+    steps = Steps(tmp_path / "steps.json", {"keep": "auto:1"}, total=3)
+    steps.run("a", "first", lambda: {})
+    Steps(tmp_path / "steps.json", {"keep": "auto:1"}, total=3)
+    with pytest.raises(InputError, match=r"keep was auto:1, is auto:2"):
+        Steps(tmp_path / "steps.json", {"keep": "auto:2"}, total=3)
+
+
+def test_a_conversion_that_cannot_be_is_refused_before_anything_is_computed(tmp_path):
+    def convert(*arguments, model="builtin:tiny_lm"):
+        options = dict(data="builtin:pydoc", steps=5, **dict(argument.split("=") for argument in arguments))
+        convert_and_finetune(model, tmp_path / "out", **options)
+
+    for option, message in (
+        ("keep=auto:99", "the model has 4 layers"),
+        ("keep=auto:1KiB@64", "give at least as much"),
+        ("keep=7,9", "layers"),
+        ("keep=foo", "keep='foo'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            convert(option)
+    with pytest.raises(InputError, match="the model to convert is --model=builtin:tiny_lm"):
+        convert_and_finetune(
+            "builtin:tiny_lm", tmp_path / "out", data="builtin:pydoc", fields={"init_from": "runs/other"}
+        )
+    convert_directory("builtin:tiny_lm", tmp_path / "hybrid", keep="3", window=8)
+    with pytest.raises(InputError, match="converted already"):
+        convert(model=str(tmp_path / "hybrid"))
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_window_as_long_as_the_sequences_of_training_is_said(capsys):
+    config = make_config("m", micro(), data="text:a.txt", plan=dict(window=300))
+    warn_of_window(config)
+    assert "exact for 304 tokens, and training sequences have 256" in "".join(capsys.readouterr())
+    warn_of_window(make_config("m", micro(), data="text:a.txt"))
+    assert "exact" not in "".join(capsys.readouterr())
 
 
 def test_the_recipe_follows_the_model_and_its_data():
@@ -155,9 +200,9 @@ REPORT = {
     "curve": {"0": 7.5, "1": 3.5, "5": 3.0},
     "attentions": [
         dict(name="0.attention", attention="softmax", exact_for="all", damage=4.5, distance=None, features=None,
-             dead=None, clamped=None),
+             dead=None, dead_by_head=None, clamped=None),
         dict(name="1.attention", attention="linear", exact_for="none", damage=2.75, distance=0.125, features=64,
-             dead=7, clamped=0.015),
+             dead=7, dead_by_head=[3, 4], clamped=0.015),
     ],
     "damage": {"base": 2.5, "scores": {"0.attention": 4.5, "1.attention": 2.75}, "seconds": 1.0},
     "decoding": {
@@ -247,7 +292,7 @@ def test_the_page_shows_what_was_measured_and_escapes_html(tmp_path):
         assert text in page.text
     assert "13 tokens (measured)" in page.text and "9999 tokens are left out" in page.text
     assert [tag for tag, _ in page.seen].count("svg") == 4, "curve, damage, decoding, state"
-    for share, words in [(-0.2, "recovered nothing"), (2.4, "now below the transformer's"), (None, "")]:
+    for share, words in [(-0.2, "made it worse"), (2.4, "now below the transformer's"), (None, "")]:
         text = gain({"recovered": share})
         assert words in text and "%" not in text
     json.dumps(REPORT)  # the page is made from what report.json holds

@@ -3,9 +3,9 @@
 A decoding step is small. As plain JAX it is some fifteen kernels for each layer, most of which take longer to launch
 than to run. `layer_kernels` fuses them: a norm and the product after it are one kernel, a product and its addition to
 the residual stream another, and the recurrent step between them a third. `one_kernel` computes all layers at once, for
-models that it supports; then only the kernels of the vocabulary remain.
+the paper's language model; then only the kernels of the vocabulary remain. `all_layers` does so for many architectures.
 
-They are for models that gain most: norms before or after, plain feed-forwards, and softmax or merged T2R attention
+The kernels of each layer are for norms before or after, plain feed-forwards, and softmax or merged T2R attention
 without rotary positions. The result equals the model's own step, which is the one to read.
 
 A norm is part of the product that reads it. With norms after, a layer's sum is stored without its norm, which is then
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from t2r.kernels.decoding import one_kernel, tiles
+from t2r.kernels.decoding import all_layers, one_kernel, tiles
 from t2r.kernels.decoding.layer_kernels import (
     ResidualStream,
     added_product,
@@ -28,8 +28,9 @@ from t2r.kernels.decoding.layer_kernels import (
     linear_step,
     normed_product,
 )
+from t2r.kernels.decoding.matrices import Matrix, fold_norm, matrix_of
 from t2r.kernels.decoding.support import cross_attention
-from t2r.kernels.decoding.tiles import Matrix, PackedMatrix, pack
+from t2r.kernels.decoding.tiles import PackedMatrix, pack
 
 MOST_ELEMENTS = 2**31  # of an array: Triton's indices are 32-bit integers
 
@@ -48,12 +49,14 @@ class LayerMatrices(NamedTuple):
 class PackedModel(NamedTuple):
     """A model's matrices, in the layout that the kernels read."""
 
-    layers: tuple[LayerMatrices, ...] | one_kernel.PackedLayers
+    layers: tuple[LayerMatrices, ...] | one_kernel.PackedLayers | all_layers.PackedLayers
     vocabulary: PackedMatrix | None  # None: the model's own embedding computes the greedy token
 
 
-def pack_model(model: Any, *, as_one: bool = False) -> PackedModel:
-    """A copy of the weights that a step reads, packed for the kernels of each layer; `as_one`: for `one_kernel`."""
+def pack_model(model: Any, kernels: str = "layers", batch: int = 1) -> PackedModel:
+    """A copy of the weights that a step reads, for the kernels that `support.choice` names and batches of this size."""
+    if kernels == "all":
+        return PackedModel(all_layers.pack(model, batch), None)
     dtype, config = jnp.dtype(model.config.dtype), model.config
     has_kernel = not config.adaptive_cutoffs and config.vocab_size * config.width < MOST_ELEMENTS
     vocabulary = pack(_vocabulary_matrix(model.embedding), dtype) if has_kernel else None
@@ -61,7 +64,7 @@ def pack_model(model: Any, *, as_one: bool = False) -> PackedModel:
     for block in model.blocks:
         layers.append(layer_matrices(block, pending_norm))
         pending_norm = block.feedforward_norm
-    if as_one:
+    if kernels == "one":
         features = model.blocks[0].attention.key.kernel.shape[2]
         return PackedModel(one_kernel.pack([layer[:4] for layer in layers], config.heads, features), vocabulary)
     packed = (jax.tree.map(lambda x: pack(x, dtype), layer, is_leaf=_is_matrix) for layer in layers)
@@ -78,14 +81,20 @@ class FusedModel:
         """Equals the model's own call, for one token of each sequence."""
         model, norm = self._model, self._model.final_norm
         x = model.embed(tokens, state.position[:, None] + mask - 1)[:, 0]
-        is_one_kernel = isinstance(self._packed.layers, one_kernel.PackedLayers)
-        x, layer_states = (self._by_one_kernel if is_one_kernel else self._by_layers)(x, state, mask)
+        by_kernels = {one_kernel.PackedLayers: self._by_one_kernel, all_layers.PackedLayers: self._by_all_layers}
+        x, layer_states = by_kernels.get(type(self._packed.layers), self._by_layers)(x, state, mask)
         x = x if norm is None else norm(x)
         return x[:, None], state._replace(layers=layer_states, position=state.position + mask[:, 0])
 
     def _by_one_kernel(self, x: Array, state: Any, mask: Array) -> tuple[Array, tuple[Any, ...]]:
         config, normalizer = self._model.config, self._model.blocks[0].attention.normalizer
         out, layer_states = one_kernel.run(x, self._packed.layers, state.layers, mask[:, 0], config, normalizer)
+        return out.astype(x.dtype), layer_states
+
+    def _by_all_layers(self, x: Array, state: Any, mask: Array) -> tuple[Array, tuple[Any, ...]]:
+        positions = state.position + mask[:, 0] - 1
+        out, layer_states, _ = all_layers.run(x, self._packed.layers, state.layers, mask[:, 0], positions, self._model)
+        out = self._model.blocks[-1].feedforward_norm(out) if self._norms_after else out
         return out.astype(x.dtype), layer_states
 
     def _by_layers(self, x: Array, state: Any, mask: Array) -> tuple[Array, tuple[Any, ...]]:
@@ -199,29 +208,23 @@ def layer_matrices(block: Any, pending_norm: Any = None) -> LayerMatrices:
     """
     attention, cross, feedforward = block.attention, cross_attention(block), block.feedforward
     width = attention.shape.width
-    projections = [_matrix(linear, width) for linear in (attention.query, attention.key, attention.value)]
+    projections = [matrix_of(linear, width) for linear in (attention.query, attention.key, attention.value)]
     qkv = Matrix(*(jnp.concatenate(arrays) for arrays in zip(*projections)))
     norms = [block.attention_norm, *([] if cross is None else [block.cross_norm]), block.feedforward_norm]
     if block.norm_placement == "after":
         norms = [pending_norm, *norms[:-1]]
     return LayerMatrices(
-        _fold_norm(norms[0], qkv),
-        _matrix(attention.out, -1, width),
-        _fold_norm(norms[-1], _matrix(feedforward.up, width)),
-        _matrix(feedforward.down, -1, width),
-        None if cross is None else _fold_norm(norms[1], _matrix(cross.query, width)),
-        None if cross is None else _matrix(cross.out, -1, width),
+        fold_norm(norms[0], qkv),
+        matrix_of(attention.out, -1, width),
+        fold_norm(norms[-1], matrix_of(feedforward.up, width)),
+        matrix_of(feedforward.down, -1, width),
+        None if cross is None else fold_norm(norms[1], matrix_of(cross.query, width)),
+        None if cross is None else matrix_of(cross.out, -1, width),
     )
 
 
 def _is_matrix(x: Any) -> bool:
     return isinstance(x, Matrix)
-
-
-def _matrix(linear: Any, inputs: int, outputs: int = -1) -> Matrix:
-    """A linear layer's kernel as (outputs, inputs), with its heads flattened, and its bias."""
-    weights = linear.kernel[...].reshape(inputs, outputs).T
-    return Matrix(weights, jnp.zeros(len(weights)) if linear.bias is None else linear.bias[...].reshape(-1))
 
 
 def _vocabulary_matrix(embedding: Any) -> Matrix:
@@ -230,11 +233,3 @@ def _vocabulary_matrix(embedding: Any) -> Matrix:
     bias = jnp.zeros(len(weights)) if embedding.bias is None else embedding.bias[...]
     padding = (0, -len(weights) % tiles.MOST_OUTPUTS_PER_TILE)
     return Matrix(jnp.pad(weights, [padding, (0, 0)]), jnp.pad(bias, padding, constant_values=-jnp.inf))
-
-
-def _fold_norm(norm: Any, matrix: Matrix) -> Matrix:
-    """Folds the norm's scale and bias into the matrix; the identity if there is no norm."""
-    if norm is None:
-        return matrix
-    bias = matrix.bias if norm.bias is None else matrix.bias + matrix.weights @ norm.bias[...]
-    return Matrix(matrix.weights * norm.scale[...], bias)

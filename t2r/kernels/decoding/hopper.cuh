@@ -1,4 +1,5 @@
-// The GPU instructions that one_kernel.cu uses, one or two to a function: NVIDIA, compute capability 9.0 and later.
+// The GPU instructions that one_kernel.cu and all_layers.cu use, one or two to a function: NVIDIA, compute capability
+// 9.0 and later.
 
 typedef unsigned u32;
 typedef unsigned long long u64;
@@ -20,10 +21,23 @@ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// A barrier of the first COUNT threads, or of as many in whole warps, that call it.
+template <int ID, int COUNT>
+void sync_threads() {
+  __syncwarp();
+  asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
+}
+
+u32 read_clock() {
+  u32 cycles;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles)::"memory");
+  return cycles;
+}
+
 // Barriers in shared memory that count bytes (mbarrier). A phase ends when all bytes expected in it have arrived.
 
-void init_barrier(u64* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+void init_barrier(u64* barrier, u32 arrivals = 1) {  // of `expect_bytes` or `arrive`, in each phase
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
 void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
@@ -33,6 +47,10 @@ void expect_bytes(u64* barrier, u32 bytes) {
                ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
+void arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 #define WAIT(scope)                                                                                                \
   asm volatile("{\n.reg .pred done;\nretry:\nmbarrier.try_wait.parity.acquire." scope                             \
                ".shared::cta.b64 done, [%0], %1;\n@!done bra retry;\n}" ::"r"(shared_address(barrier)), "r"(parity) \
@@ -40,6 +58,22 @@ void expect_bytes(u64* barrier, u32 bytes) {
 
 void wait_for_sends(u64* barrier, u32 parity) { WAIT("cluster"); }  // of other blocks
 void wait_for_loads(u64* barrier, u32 parity) { WAIT("cta"); }      // from global memory
+
+bool has_ended(u64* barrier, u32 parity) {  // a phase
+  u32 ended;
+  asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, done;\n}" : "=r"(ended) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+  return ended;
+}
+
+// A number in shared memory that one thread increments, and another waits for.
+
+void change(volatile u32* number) { *number = *number + 1; }
+
+u32 wait_for_change(const volatile u32* number, u32 seen) {
+  while (*number == seen) {}
+  return *number;
+}
 
 // Asynchronous copies: to another block's shared memory (send), and from global memory (load). They report their bytes
 // to a barrier of the receiving block.

@@ -19,9 +19,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
 from t2r.kernels.decoding import cuda
+from t2r.kernels.decoding.matrices import Matrix
 from t2r.kernels.decoding.support import CLUSTERS, RANKS, SHARED_MEMORY, THREADS
 from t2r.kernels.decoding.support import ONE_KERNEL_SEQUENCES as SEQUENCES
-from t2r.kernels.decoding.tiles import Matrix, rearrange
+from t2r.kernels.decoding.tiles import rearrange
 from t2r.normalizer import Normalizer
 
 UPDATE_BUFFERS = 3  # one_kernel.cu adds to one of them, while another is read and the third is set to zero

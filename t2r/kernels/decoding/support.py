@@ -1,7 +1,9 @@
 """Which models and GPUs have decoding kernels, and the sizes these are written for. Does not import Pallas."""
 
+import functools
 from typing import Any
 
+from t2r.console import say
 from t2r.kernels.decoding import cuda
 from t2r.kernels.support import HOPPER, Device, gpu_has_kernels, is_one_device, is_power_of_two, this_device
 
@@ -22,6 +24,16 @@ SHARED_MEMORY = 227 * 1024  # bytes per block: all that a multiprocessor has
 ONE_KERNEL_FEATURES = 32
 ONE_KERNEL_SIZES = (1024, 8, 128, 4096)  # width, heads, head_dim, feedforward of the paper's language model
 ONE_KERNEL_LAYERS = 64  # at most; each adds four pointers to the kernel's parameters
+
+
+# The kernel of all layers for many architectures, `all_layers.cu`; also in clusters of RANKS blocks.
+ALL_LAYERS_CLUSTERS = 15
+ALL_LAYERS_THREADS = 320
+ALL_LAYERS_SEQUENCES = 32  # in a batch, at most
+# Where it is used without being asked for (results/NOTES.md): it was measured to be faster than XLA with layers of 7 MB
+# and slower with layers of 121 MB; and with 4 softmax layers of 30, not with more.
+FASTER_LAYER_BYTES = 32 * 2**20
+FASTER_SOFTMAX_SHARE = 1 / 4
 
 
 def cross_attention(block: Any) -> Any:
@@ -74,6 +86,78 @@ def suits_one_kernel(model: Any) -> bool:
         return False
     sizes = (config.width, config.heads, config.head_dim, config.feedforward)
     return sizes == ONE_KERNEL_SIZES and config.layers <= ONE_KERNEL_LAYERS
+
+
+def all_layers_problems(model: Any) -> list[str]:
+    """Why the kernel of all layers for many architectures cannot compute this model's layers; [] if it can."""
+    config, attentions, specs = model.config, [block.attention for block in model.blocks], model.config.attention
+    recurrent = [spec for spec in specs if spec.kind != "softmax"]
+    features = {spec.features for spec in recurrent}
+    windows = {(spec.window, spec.sinks) for spec in recurrent if spec.kind == "windowed"}
+    rotated = {len(a.shape.rotary.frequencies(config.head_dim)) for a in attentions if a.shape.rotary is not None}
+    sizes = {"width": config.width, "head_dim": config.head_dim, **{f"features={size}": size for size in features}}
+    problems = {
+        "it has an encoder": config.encoder_layers,
+        f"norm_placement={config.norm_placement!r}": config.norm_placement not in ("before", "after"),
+        "its branches are parallel": config.parallel,
+        "its query norms are over all heads": config.query_norm and config.query_norm_heads,
+        "a feature map is not T2R's": any(spec.feature_map != "t2r" for spec in recurrent),
+        "softmax layers have a window": any(spec.window for spec in specs if spec.kind == "softmax"),
+        "layers have different feature sizes": len(features) > 1,
+        "layers have different windows": len(windows) > 1,
+        "layers have rotary positions of different sizes": len(rotated) > 1,
+        "head_dim is above 256": config.head_dim > 256,
+        f"it has more than {ONE_KERNEL_LAYERS} layers": config.layers > ONE_KERNEL_LAYERS,
+        **{f"{name} is not a multiple of 16": size % 16 for name, size in sizes.items()},
+    }
+    return [problem for problem, holds in problems.items() if holds]
+
+
+def all_layers_slower(config: Any) -> list[str]:
+    """Why XLA is at least as fast for this model as the kernel of all layers, or may be; [] if the kernel is faster."""
+    attention = config.width * config.head_dim * 2 * (config.heads + config.kv_heads)
+    feedforward = config.width * config.feedforward * (3 if config.gated else 2)
+    softmax = sum(spec.kind == "softmax" for spec in config.attention)
+    problems = []
+    if 2 * (attention + feedforward) > FASTER_LAYER_BYTES:  # in bfloat16
+        problems.append(f"a layer has more than {FASTER_LAYER_BYTES >> 20} MiB of weights")
+    if softmax > FASTER_SOFTMAX_SHARE * config.layers:
+        problems.append("more than a quarter of its layers is softmax")
+    return [f"{problem}, with which XLA may be faster (kernels=on: a kernel all the same)" for problem in problems]
+
+
+def all_layers_available(model: Any, batch: int, device: Device | None = None) -> bool:
+    """Whether the kernel of all layers for many architectures runs this model: on an H100 or H200, in bfloat16.
+
+    On such a GPU, one line says why it does not.
+    """
+    config, device = model.config, device or this_device()
+    if not gpu_has_kernels(config.kernels, device) or device.capability != HOPPER:
+        return False
+    problems = all_layers_problems(model) + (all_layers_slower(config) if config.kernels == "auto" else [])
+    if batch > ALL_LAYERS_SEQUENCES:
+        problems.append(f"the batch has more than {ALL_LAYERS_SEQUENCES} sequences")
+    if config.dtype != "bfloat16":
+        problems.append(f"it computes in {config.dtype}, not in bfloat16")
+    if not is_one_device():
+        problems.append("it is on several devices")
+    if not problems and cuda.clusters_at_once(RANKS, ALL_LAYERS_THREADS, SHARED_MEMORY) < ALL_LAYERS_CLUSTERS:
+        problems.append("NVRTC is missing or newer than the driver, or the GPU runs too few blocks at once")
+    if problems:
+        _say_once(f"decoding this model without kernels: {', '.join(problems)}")
+    return not problems
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    say(text)
+
+
+def choice(model: Any, batch: int) -> str | None:
+    """The decoding kernels for a model: "one" or "all", one kernel of all layers; "layers", some for each; None."""
+    if available(model, batch):
+        return "one" if one_kernel_available(model, batch) else "layers"
+    return "all" if all_layers_available(model, batch) else None
 
 
 def one_kernel_available(model: Any, batch: int) -> bool:

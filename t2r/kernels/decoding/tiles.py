@@ -17,17 +17,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from t2r.kernels.decoding import support
+from t2r.kernels.decoding.matrices import Matrix
 from t2r.kernels.decoding.warps import add_product_by_warps
 
 # Tensor cores compute 8 outputs at once; with more than 32, a program runs out of registers.
 LEAST_OUTPUTS_PER_TILE, MOST_OUTPUTS_PER_TILE = 8, 32
-
-
-class Matrix(NamedTuple):
-    """A linear layer: weights · x + bias."""
-
-    weights: Float[Array, "outputs inputs"]
-    bias: Float[Array, "outputs"]
 
 
 class PackedMatrix(NamedTuple):

@@ -1,0 +1,221 @@
+// All layers of a decoding step in one kernel, for transformers of many kinds, by the functions of hopper.cuh.
+//
+// Thread blocks, one on each multiprocessor, form clusters of RANKS. Both halves of a layer have the same plan:
+//
+//   1. first product      each rank has some outputs, for all channels of the residual stream x, in global memory
+//   2. what is local      attention: a rank has some sequences;  feed-forward: the activation
+//   3. exchange           each rank sends its part of the result to all ranks of the cluster
+//   4. second product     each rank has some channels of the stream, to which all clusters add their results
+//   5. barrier of all blocks
+//
+// In attention a cluster has a key/value head with its query heads (or several, one after the other; or none). In the
+// feed-forward it has a share of the units. So blocks of different clusters wait for each other only twice a layer.
+//
+// Weights do not depend on activations: one warp loads them, in the order in which they will be read, into a ring of
+// chunks in shared memory, across products, barriers and layers. The memory is never idle while the ring has space.
+//
+// The stream has three buffers. Phase p (two for each layer) reads buffer p, adds to p + 1, and sets p + 2 to zero
+// (modulo 3). The residual is one more contribution to the sum: the clusters of the first head add x itself.
+//
+// The parts: layers_plan.cuh, layers_products.cuh, layers_attention.cuh, and here the course of a layer.
+
+struct Exchanges { u32 qkv = 0, parts = 0, attended = 0, hidden = 0, states = 0; };  // how many there were
+
+// Waits for messages of other ranks; then the next ones may come, of a number of bytes that depends on the layer.
+void receive(u64* barrier, u32& count, u32 bytes) {
+  if (threadIdx.x == 0) expect_bytes(barrier, bytes);
+  wait_for_sends(barrier, count++ % 2);
+}
+
+void attention(Shared& shared, Weights& weights, const float* x, float* to, int number, Exchanges& exchanges) {
+  Fixed& fixed = shared.fixed;
+  const Layer& layer = fixed.layers[number];
+  const Role role(layer.kind);
+  const Vectors& vectors = fixed.vectors[number % 2];
+  const bool has_norm = !NORMS_AFTER || number > 0;
+  for (int i = 0; i < role.heads; i++) {
+    const int head = role.head + i * CLUSTERS;
+    const HeadVectors& own = vectors.heads[i];
+    u32 rank_rows = 0;
+    for (int place = 0; place < RANK_ROWS; place++) rank_rows += role.row(place) < BATCH;
+    stream_product<pass_size(MOST_QKV_TILES)>(
+        shared, weights, x, role.qkv_tiles(), has_norm, own.qkv_sums, own.qkv_bias,
+        [&](int tile, int row, int output, float4 four) {
+          if (!role.has(row)) return;
+          const int index = (role.rank + tile * RANKS) * 16 + output, n = row / role.replicas;
+          if (layer.kind == MERGED && index < (QUERIES + 1) * FEATURES) {
+            four = make_float4(fmaxf(four.x, 0.f), fmaxf(four.y, 0.f), fmaxf(four.z, 0.f), fmaxf(four.w, 0.f));
+          }
+          for (int split = 0; split < role.splits; split++) {
+            send(&fixed.qkv[role.place_of(n)][index], role.rank_of(n, split), four, &fixed.qkv_barrier);
+          }
+        });
+    MARK(number, 1);
+    const auto has = [&](int row) { return role.has(row); };
+    if (head == 0) add_residual(shared, role, x, to, vectors.attention, has_norm, has);
+    receive(&fixed.qkv_barrier, exchanges.qkv, rank_rows * role.qkv * 4);
+    MARK(number, 2);
+    if (layer.kind != MERGED) prepare(fixed, role, layer, own);
+    if (HAS_SOFTMAX && layer.kind == SOFTMAX) {
+      softmax_attention(shared, role, layer, number, head, exchanges.parts);
+    } else {
+      wait_for_loads(&fixed.state_barrier, exchanges.states++ % 2);
+      map_features(fixed, role, number, layer.kind, own);
+      linear_step(fixed, role, layer.kind);
+      if (HAS_WINDOW && layer.kind == WINDOWED) {
+        enter_window(fixed, role, layer, number, head);
+        sync();
+        window_scores(fixed, role);
+        window_outputs(fixed, role, number, own);
+      }
+      fence_before_store();
+      sync();
+    }
+    MARK(number, 3);
+    send_attended(shared, role);
+    const bool moves_state = threadIdx.x == 0 && layer.kind != SOFTMAX;
+    if (moves_state) store_state(shared, layer, role, head);
+    receive(&fixed.attended_barrier, exchanges.attended, role.rows() * ATTENDED * 2);
+    MARK(number, 4);
+    operand_product(shared, weights, role, ATTENDED, to, has);
+    if (moves_state) {
+      wait_until_read();
+      load_state(shared, number, i + 1);
+    }
+    sync();
+  }
+}
+
+void feed_forward(Shared& shared, Weights& weights, const float* x, float* to, int number, Exchanges& exchanges) {
+  Fixed& fixed = shared.fixed;
+  const Role role(fixed.layers[number].kind);
+  const Vectors& vectors = fixed.vectors[number % 2];
+  if (role.up_tiles() == 0) return;  // there are more clusters than shares
+  stream_product<pass_size(MOST_UP_TILES)>(shared, weights, x, role.up_tiles(), true, vectors.up_sums, vectors.up_bias,
+                       [&](int tile, int row, int output, float4 four) {
+    u32* own = (u32*)fixed.staged + (tile * ROWS + row) * (UNIT_TILE / 2);
+    if (GATED) {  // two gates, then two units
+      own[output / 4] = to_bfloats(activated(four.x) * four.z, activated(four.y) * four.w);
+    } else {
+      *(uint2*)(own + output / 2) =
+          to_bfloats(make_float4(activated(four.x), activated(four.y), activated(four.z), activated(four.w)));
+    }
+  });
+  MARK(number, 6);
+  constexpr int PIECES = UNIT_TILE / 8;
+  for (int item = threadIdx.x; item < role.up_tiles() * ROWS * PIECES * RANKS; item += COMPUTING) {
+    const int number = item / RANKS, piece = number % PIECES, row = number / PIECES % ROWS;
+    const int tile = role.rank * role.up_tiles() + number / (PIECES * ROWS);  // of the cluster
+    if (row >= BATCH) continue;
+    send_piece(shared, row, tile * UNIT_TILE + piece * 8, fixed.staged[number], item % RANKS, &fixed.hidden_barrier);
+  }
+  const auto has = [](int row) { return row < BATCH; };
+  if (role.cluster == CLUSTERS - 1) add_residual(shared, role, x, to, vectors.feedforward, true, has);
+  receive(&fixed.hidden_barrier, exchanges.hidden, BATCH * role.units() * 2);
+  MARK(number, 7);
+  operand_product(shared, weights, role, role.units(), to, has);
+}
+
+// A barrier of all blocks: what they have added to the stream before it can be read after it. A warp that has no other
+// loads and stores in flight, for which it would have to wait, counts the blocks.
+
+void sync_with_counting_warp() { sync_threads<2, COMPUTING + 32>(); }
+
+void count_blocks(float* work) {
+  u32* counters = (u32*)(work + 3 * ROWS * WIDTH);  // one for each rank, each in its own cache line
+  for (int phase = 0; phase < 2 * LAYERS; phase++) {
+    sync_with_counting_warp();
+    if (lane() == 0) increment(counters + blockIdx.x % RANKS * 32);
+    if (lane() < RANKS) wait_for_count(counters + lane() * 32, (phase + 1) * CLUSTERS);
+    sync_with_counting_warp();
+  }
+}
+
+void sync_blocks() {
+  sync_with_counting_warp();
+  sync_with_counting_warp();
+}
+
+// At the end: the numbers of tokens of windows and caches.
+void count_tokens(const Fixed& fixed) {
+  if (blockIdx.x > 0) return;
+  for (int layer = 0; layer < LAYERS; layer++) {
+    const Layer& own = fixed.layers[layer];
+    const int row = threadIdx.x;
+    if (own.kind == WINDOWED && row < BATCH) own.count[row] = fixed.count[layer][row] + (fixed.keep[row] > 0);
+    if (own.kind == SOFTMAX && threadIdx.x == 0) own.count[0] = fixed.count[layer][0] + 1;
+  }
+}
+
+void initialise(Shared& shared, const float* keep, const float* angles, const int* capacity) {
+  Fixed& fixed = shared.fixed;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < SLOTS; i++) init_barrier(&shared.full[i], 1), init_barrier(&shared.empty[i], WARPS);
+    for (u64* barrier = fixed.vector_barrier; barrier <= &fixed.hidden_barrier; barrier++) init_barrier(barrier, 1);
+    fence_barrier_init();
+    expect_bytes(&fixed.parts_barrier, PARTS_BYTES);
+    fixed.streams_read = 0, fixed.capacity = *capacity;
+  }
+  for (int i = threadIdx.x; i < ROWS; i += THREADS) fixed.keep[i] = i < BATCH ? keep[i] : 0;
+  for (int i = threadIdx.x; i < LAYERS * BATCH; i += THREADS) {
+    const Layer& layer = fixed.layers[i / BATCH];
+    const bool counts = layer.kind == WINDOWED || layer.kind == SOFTMAX;
+    fixed.count[i / BATCH][i % BATCH] = counts ? layer.count[layer.kind == WINDOWED ? i % BATCH : 0] : 0;
+  }
+  // The cosines and sines of the sequences that this rank has: in softmax layers others than elsewhere.
+  constexpr int SIZE = 2 * PAIRS > 0 ? 2 * PAIRS : 1, PLACES = ROTARY_TABLES * RANK_ROWS;
+  for (int i = threadIdx.x; i < 2 * PLACES * 2 * PAIRS; i += THREADS) {
+    const int table = i / SIZE / RANK_ROWS % ROTARY_TABLES, place = i / SIZE % RANK_ROWS;
+    const int row = Role(i / SIZE / PLACES ? LINEAR : SOFTMAX).row(place);
+    if (row < BATCH) (&fixed.angles[0][0][0][0][0])[i] = angles[(table * BATCH + row) * SIZE + i % SIZE];
+  }
+}
+
+KERNEL(RANKS, THREADS) decode_step(PARAMETERS) {
+  SHARED(Shared, shared);
+  Fixed& fixed = shared.fixed;
+  if (threadIdx.x == 0) {
+    const Layer layers[] = {LAYER_POINTERS};
+#pragma unroll
+    for (int i = 0; i < LAYERS; i++) fixed.layers[i] = layers[i];
+#ifdef CLOCKS
+    fixed.clocks = clocks;
+#endif
+  }
+  __syncthreads();
+  initialise(shared, keep, angles, capacity);
+  __syncthreads();
+  sync_cluster();
+  if (warp() == LOADING_WARP) {
+    if (lane() == 0) load_weights(shared);
+    __syncwarp();
+  } else if (warp() == COUNTING_WARP) {
+    count_blocks(work);
+  } else {
+    if (threadIdx.x == 0) {
+      load_vectors(shared, 0);
+      load_state(shared, 0, 0);
+    }
+    Weights weights = {shared};
+    Exchanges exchanges;
+    for (int layer = 0; layer < LAYERS; layer++) {
+      const int phase = 2 * layer;
+      if (threadIdx.x == 0) load_vectors(shared, layer + 1);
+      wait_for_loads(&fixed.vector_barrier[layer % 2], layer / 2 % 2);
+      MARK(layer, 0);
+      zero_share(stream_buffer(work, phase + 2));
+      attention(shared, weights, stream_buffer(work, phase), stream_buffer(work, phase + 1), layer, exchanges);
+      sync_blocks();
+      MARK(layer, 5);
+      zero_share(stream_buffer(work, phase + 3));
+      feed_forward(shared, weights, stream_buffer(work, phase + 1), stream_buffer(work, phase + 2), layer, exchanges);
+      sync_blocks();
+      MARK(layer, 8);
+      weights.next_layer(Role(fixed.layers[layer].kind));
+    }
+    count_tokens(fixed);
+    if (threadIdx.x == 0) wait_until_stored();
+  }
+  __syncthreads();
+  sync_cluster();  // no block ends while others may still send to it
+}

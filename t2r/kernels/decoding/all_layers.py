@@ -1,0 +1,537 @@
+"""All layers of a language model's decoding step as one kernel (CUDA, compute capability 9.0), for many architectures.
+
+The kernel is `all_layers.cu`, which says how it works. It is compiled for the architecture at hand: this module writes
+the sizes as macros, packs the weights in the order in which each thread block reads them, and launches it.
+
+It computes pre- or post-norm layers (layer or RMS norms), plain or gated feed-forwards, with or without biases, rotary
+positions, query norms, grouped heads, and in each layer merged or plain T2R attention, T2R with a window, or softmax.
+
+Thread blocks add their results in the order in which they finish, so the last bits of activations may differ from run
+to run; with kernels="off" they do not.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from t2r.console import say
+from t2r.kernels.decoding import cuda
+from t2r.kernels.decoding.matrices import Matrix, fold_norm, matrix_of
+from t2r.kernels.decoding.support import ALL_LAYERS_CLUSTERS, RANKS, SHARED_MEMORY
+
+WARPS = 8  # that compute, in a block
+THREADS = 32 * (WARPS + 2)
+TILE = 16  # outputs and inputs of a tile
+CHUNK_TILES = 16  # of a chunk, which is loaded at once
+TILES_OF_REGISTERS = 12  # whose sums a thread has registers for, for 16 sequences
+COUNTER_STRIDE = 32  # each rank's counter has a cache line of its own: 32 values of 4 bytes
+CLOCK_POINTS = 9
+PARTS = ("layers_plan.cuh", "layers_products.cuh", "layers_attention.cuh", "all_layers.cu")
+ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_exact": "GELU_EXACT", "swish": "SWISH"}
+MOST_MIXTURE = 30.0  # of a window's mixture above the largest exact score, as in the plain form
+
+
+class Grid(NamedTuple):
+    """How many thread blocks run, and how much shared memory each has."""
+
+    clusters: int = ALL_LAYERS_CLUSTERS
+    ranks: int = RANKS  # blocks of a cluster
+    memory: int = SHARED_MEMORY
+    slots: int = 64  # of the ring of weights, at most
+    paced: bool = True  # see PACED in all_layers.cu
+
+    @property
+    def blocks(self) -> int:
+        return self.clusters * self.ranks
+
+
+class PackedLayers(NamedTuple):
+    """For each layer the matrices of all thread blocks as tiles, and their vectors."""
+
+    tiles: tuple[Array, ...]  # (blocks, chunks, CHUNK_TILES * TILE²) bfloat16
+    vectors: tuple[Array, ...]  # (blocks, size) float32
+
+
+class Sizes(NamedTuple):
+    """The architecture, as the kernel sees it."""
+
+    width: int
+    kv_heads: int
+    queries: int  # query heads for each key/value head
+    head_dim: int
+    features: int
+    gated: bool
+    units: int  # of the feed-forward, padded to whole tiles for each rank of a cluster
+    kinds: tuple[str, ...]  # of each layer's attention
+    grid: Grid
+    groups: int  # of 16 sequences
+
+    @classmethod
+    def of(cls, model: Any, batch: int, grid: Grid) -> "Sizes":
+        config = model.config
+        attentions = [block.attention for block in model.blocks]
+        features = {features_of(attention) for attention in attentions} - {0}
+        rank_units = grid.ranks * (8 if config.gated else TILE)
+        return cls(
+            config.width,
+            config.kv_heads,
+            config.heads // config.kv_heads,
+            config.head_dim,
+            features.pop() if features else TILE,
+            config.gated,
+            -(-config.feedforward // rank_units) * rank_units,
+            tuple(attention.kind for attention in attentions),
+            grid,
+            -(-batch // 16),
+        )
+
+    @property
+    def unit_tile(self) -> int:
+        """Feed-forward units of a tile; with gates, each has two outputs."""
+        return 8 if self.gated else TILE
+
+    @property
+    def attended(self) -> int:
+        """Attention outputs for each key/value head."""
+        return self.queries * self.head_dim
+
+    def qkv(self, kind: str) -> int:
+        """Outputs of the projections for each key/value head."""
+        if kind == "merged":
+            return (self.queries + 1) * self.features + self.head_dim
+        return (self.queries + 2) * self.head_dim
+
+    @property
+    def qkv_most(self) -> int:
+        """Outputs of the projections in the layers that have most."""
+        return max(map(self.qkv, self.kinds))
+
+    @property
+    def up_tiles(self) -> list[int]:
+        """Tiles of feed-forward units of each rank, by cluster; those with more are last, because others have heads."""
+        rows, clusters = self.units // (self.unit_tile * self.grid.ranks), self.grid.clusters
+        return [rows // clusters + (cluster >= clusters - rows % clusters) for cluster in range(clusters)]
+
+    def heads(self, kind: str, cluster: int) -> list[int]:
+        """The key/value heads of a cluster. Softmax layers share a head among clusters that would have none."""
+        clusters = self.grid.clusters
+        replicas = clusters // self.kv_heads
+        if kind == "softmax" and replicas > 1:
+            return [cluster % self.kv_heads] if cluster < replicas * self.kv_heads else []
+        return list(range(cluster, self.kv_heads, clusters))
+
+    @property
+    def most_heads(self) -> int:
+        return -(-self.kv_heads // self.grid.clusters)
+
+    def dealt(self, tiles: int, rank: int) -> np.ndarray:
+        """Tiles of a matrix's outputs that a rank has."""
+        return np.arange(rank, tiles, self.grid.ranks)
+
+    def most(self, tiles: int) -> int:
+        return -(-tiles // self.grid.ranks)
+
+    def pass_size(self, most_tiles: int) -> int:
+        return most_tiles if most_tiles * self.groups < TILES_OF_REGISTERS else TILES_OF_REGISTERS // self.groups
+
+
+def features_of(attention: Any) -> int:
+    """The feature size of T2R attention; 0 for softmax."""
+    if attention.kind == "merged":
+        return attention.key.kernel.shape[2]
+    return 0 if attention.kind == "softmax" else attention.feature_map.weight.shape[1]
+
+
+# Packing. A layer's four matrices are cut into tiles, which have numbers: of all outputs' tiles one after the other, by
+# inputs. `block_tiles` lists those of a block in the order of reading, which is the order of `all_layers.cu`.
+
+
+class LayerMatrices(NamedTuple):
+    qkv: Matrix  # for each key/value head: its queries, key and value
+    out: Matrix
+    up: Matrix  # with gates, tiles of 8 units: two gates, two units, and so on
+    down: Matrix
+
+
+def pack(model: Any, batch: int, grid: Grid = Grid()) -> PackedLayers:
+    """A copy of all layers' weights for batches of this size."""
+    sizes = Sizes.of(model, batch, grid)
+    tiles, vectors, stream_norm = [], [], None
+    for block in model.blocks:
+        kind = block.attention.kind
+        matrices = layer_matrices(block, sizes, stream_norm)
+        cut = jnp.concatenate([cut_into_tiles(matrix.weights) for matrix in matrices])
+        cut = jnp.pad(cut, [(0, 1), (0, 0)])  # the last tile is zero: padding
+        order = tile_order(sizes, kind)
+        tiles.append(cut[order].reshape(*order.shape[:1], -1, CHUNK_TILES * TILE * TILE))
+        vectors.append(pack_vectors(block, matrices, sizes, stream_norm))
+        stream_norm = block.feedforward_norm
+    return PackedLayers(tuple(tiles), tuple(vectors))
+
+
+def layer_matrices(block: Any, sizes: Sizes, stream_norm: Any) -> LayerMatrices:
+    """A layer's matrices, with norms folded in; `stream_norm` is the norm after the layer before, where norms are."""
+    attention, feedforward, width = block.attention, block.feedforward, sizes.width
+    norms = block.attention_norm, block.feedforward_norm
+    if block.norm_placement == "after":
+        norms = stream_norm, block.attention_norm
+    parts = [matrix_of(linear, width) for linear in (attention.query, attention.key, attention.value)]
+    by_head = [Matrix(*(x.reshape(sizes.kv_heads, -1, *x.shape[1:]) for x in part)) for part in parts]
+    qkv = Matrix(*(jnp.concatenate(arrays, 1).reshape(-1, *arrays[0].shape[2:]) for arrays in zip(*by_head)))
+    extra = sizes.units - feedforward.down.kernel.shape[0]
+    pad = lambda x: jnp.pad(x, [(0, extra), *[(0, 0)] * (x.ndim - 1)])  # noqa: E731
+    up = Matrix(*map(pad, matrix_of(feedforward.up, width)))
+    if sizes.gated:
+        gate = Matrix(*map(pad, matrix_of(feedforward.gate, width)))
+        pairs = lambda x: x.reshape(-1, 2, *x.shape[1:])  # noqa: E731
+        up = Matrix(*(jnp.stack([pairs(g), pairs(u)], 1).reshape(-1, *u.shape[1:]) for g, u in zip(gate, up)))
+    down = matrix_of(feedforward.down, -1, width)
+    down = down._replace(weights=pad(down.weights.T).T)
+    rounded = lambda matrix: matrix._replace(weights=matrix.weights.astype(jnp.bfloat16))  # noqa: E731
+    matrices = fold_norm(norms[0], qkv), matrix_of(attention.out, -1, width), fold_norm(norms[1], up), down
+    return LayerMatrices(*map(rounded, matrices))
+
+
+def cut_into_tiles(weights: Float[Array, "n k"]) -> Float[Array, "tiles size"]:
+    """Tiles of 16 outputs × 16 inputs, by outputs, then by inputs; each of 32 threads has 8 consecutive values.
+
+    Thread (a, b, c) has inputs 4c to 4c + 3 of outputs 4a + b and 4a + 2 + b.
+    """
+    outputs, inputs = weights.shape
+    axes = weights.reshape(outputs // TILE, 4, 2, 2, inputs // TILE, 4, 4)  # (tile, a, half, b, tile, c, input)
+    return axes.transpose(0, 4, 1, 3, 5, 2, 6).reshape(-1, TILE * TILE)
+
+
+@functools.lru_cache(maxsize=16)
+def tile_order(sizes: Sizes, kind: str) -> Int[np.ndarray, "blocks tiles"]:
+    """The numbers of the tiles of each block; -1 is padding, to whole chunks."""
+    ranks, clusters = range(sizes.grid.ranks), range(sizes.grid.clusters)
+    blocks = [np.concatenate(list(block_tiles(sizes, kind, cluster, rank))) for cluster in clusters for rank in ranks]
+    longest = max(map(len, blocks))
+    padded = -(-longest // CHUNK_TILES) * CHUNK_TILES
+    return np.stack([np.pad(block, (0, padded - len(block)), constant_values=-1) for block in blocks])
+
+
+def block_tiles(sizes: Sizes, kind: str, cluster: int, rank: int) -> Iterator[Int[np.ndarray, "n"]]:
+    """The numbers of a block's tiles, in the order of reading."""
+    steps, stream = sizes.width // TILE, sizes.dealt(sizes.width // TILE, rank)
+    qkv_tiles, head_steps, unit_steps = sizes.qkv(kind) // TILE, sizes.attended // TILE, sizes.units // TILE
+    first_out = sizes.kv_heads * qkv_tiles * steps
+    first_up = first_out + steps * sizes.kv_heads * head_steps
+    first_down = first_up + sizes.units // sizes.unit_tile * steps
+    for head in sizes.heads(kind, cluster):
+        own = sizes.dealt(qkv_tiles, rank)
+        size = sizes.pass_size(sizes.most(sizes.qkv_most // TILE))
+        yield from passes((head * qkv_tiles + own) * steps, np.arange(steps), size)
+        rows = first_out + stream * (sizes.kv_heads * head_steps)
+        yield from passes(rows, head * head_steps + np.arange(head_steps), WARPS)
+    count = sizes.up_tiles[cluster]
+    before = sum(sizes.up_tiles[:cluster]) * sizes.grid.ranks  # tiles of the clusters before
+    own = before + rank * count + np.arange(count)
+    yield from passes(first_up + own * steps, np.arange(steps), sizes.pass_size(max(sizes.up_tiles)))
+    cluster_steps = before * sizes.unit_tile // TILE + np.arange(count * sizes.grid.ranks * sizes.unit_tile // TILE)
+    yield from passes(first_down + stream * unit_steps, cluster_steps, WARPS)
+
+
+def passes(rows: Int[np.ndarray, "n"], steps: Int[np.ndarray, "k"], size: int) -> Iterator[Int[np.ndarray, "tiles"]]:
+    """Tiles at `rows` (each the number of its first) and `steps`: `size` rows at once, step by step."""
+    for first in range(0, len(rows), size):
+        yield (rows[first : first + size] + steps[:, None]).reshape(-1)
+
+
+def pack_vectors(block: Any, matrices: LayerMatrices, sizes: Sizes, stream_norm: Any) -> Float[Array, "blocks size"]:
+    """The struct `Vectors` of all_layers.cu for each block."""
+    sources = vector_sources(block, matrices, sizes, stream_norm)
+    lengths = tuple((name, len(vector)) for name, vector in sources.items())
+    order = vector_order(sizes, block.attention.kind, lengths, block.norm_placement == "after")
+    return jnp.concatenate([vector.astype(jnp.float32) for vector in sources.values()])[order]
+
+
+def vector_sources(block: Any, matrices: LayerMatrices, sizes: Sizes, stream_norm: Any) -> dict[str, Array]:
+    """The vectors of a layer, whole."""
+    heads = [head_vectors(block.attention, sizes, head) for head in range(sizes.kv_heads)]
+    sources = dict(zero=jnp.zeros(1), heads=jnp.concatenate(heads))
+    for name in ("qkv", "up"):
+        matrix = getattr(matrices, name)
+        sources |= {f"{name}_sums": matrix.weights.sum(1, dtype=jnp.float32), f"{name}_bias": matrix.bias}
+    for name, norm in (("out", stream_norm), ("down", block.attention_norm)):
+        scale, bias = jnp.ones(sizes.width), jnp.zeros(sizes.width)
+        if norm is not None:
+            scale, bias = norm.scale[...], bias if getattr(norm, "bias", None) is None else norm.bias[...]
+        sources |= {f"{name}_bias": getattr(matrices, name).bias, f"{name}_norm": scale, f"{name}_norm_bias": bias}
+    return sources
+
+
+@functools.lru_cache(maxsize=16)
+def vector_order(
+    sizes: Sizes, kind: str, lengths: tuple[tuple[str, int], ...], norms_after: bool
+) -> Int[np.ndarray, "blocks size"]:
+    """Where each value of the struct `Vectors` of each block is in the concatenation of `vector_sources`."""
+    starts = dict(zip((name for name, _ in lengths), np.cumsum([0] + [length for _, length in lengths])))
+    head_size = dict(lengths)["heads"] // sizes.kv_heads
+    qkv_tiles, stream_tiles = sizes.qkv(kind) // TILE, sizes.width // TILE
+    most_qkv, most_stream, ranks = sizes.most(sizes.qkv_most // TILE), sizes.most(stream_tiles), sizes.grid.ranks
+
+    def padding(count: int) -> np.ndarray:
+        return np.zeros(count, int)  # the source of zeros is first
+
+    def of_tiles(name: str, tiles: np.ndarray, most: int) -> np.ndarray:
+        own = starts[name] + (tiles[:, None] * TILE + np.arange(TILE)).reshape(-1)
+        return np.concatenate([own, padding((most - len(tiles)) * TILE)])
+
+    rows = []
+    for cluster in range(sizes.grid.clusters):
+        count, before, heads = (
+            sizes.up_tiles[cluster],
+            sum(sizes.up_tiles[:cluster]) * ranks,
+            sizes.heads(kind, cluster),
+        )
+        for rank in range(ranks):
+            parts = []
+            for head in heads:
+                own = head * qkv_tiles + sizes.dealt(qkv_tiles, rank)
+                parts += [of_tiles(name, own, most_qkv) for name in ("qkv_sums", "qkv_bias")]
+                parts.append(starts["heads"] + head * head_size + np.arange(head_size))
+            parts.append(padding((sizes.most_heads - len(heads)) * (2 * most_qkv * TILE + head_size)))
+            own = before + rank * count + np.arange(count)
+            parts += [of_tiles(name, own, max(sizes.up_tiles)) for name in ("up_sums", "up_bias")]
+            stream = sizes.dealt(stream_tiles, rank)
+            for name in ("out", "down"):
+                parts.append(of_tiles(f"{name}_bias", stream, most_stream))
+                for vector in (f"{name}_norm", f"{name}_norm_bias"):
+                    parts += [of_tiles(vector, stream, most_stream)] * norms_after + [padding(4)]
+            rows.append(np.concatenate(parts))
+    return np.stack(rows)
+
+
+def head_vectors(attention: Any, sizes: Sizes, head: int) -> Float[Array, "n"]:
+    """The rest of the struct `HeadVectors`: φ, the scales of query norms, and the mixture of a window."""
+    dim, features, queries = sizes.head_dim, sizes.features, sizes.queries
+    pairs, map_bias = jnp.zeros(dim // 2 * features), jnp.zeros(features)
+    scales = [jnp.ones(dim), jnp.ones(dim)]
+    mixture = [jnp.zeros(queries * dim), jnp.zeros(-(-queries // 4) * 4)]
+    if attention.kind in ("linear", "windowed"):
+        weight = attention.feature_map.weight[...][head].astype(jnp.bfloat16)  # (features, dim)
+        pairs = jax.lax.bitcast_convert_type(weight.reshape(features, dim // 2, 2), jnp.float32).T.reshape(-1)
+        map_bias = attention.feature_map.bias[...][head]
+    if attention.kind != "merged" and attention.shape.norm_eps is not None:
+        scales = [norm.scale[...] for norm in (attention.query_norm, attention.key_norm)]
+    if attention.kind == "windowed":
+        bias = attention.mixture.bias[...][head]
+        mixture = [attention.mixture.weight[...][head].reshape(-1), jnp.pad(bias, (0, -queries % 4))]
+    return jnp.concatenate([x.astype(jnp.float32) for x in (pairs, map_bias, *scales, *mixture)])
+
+
+# Running.
+
+
+def run(
+    x: Float[Array, "b width"],
+    layers: PackedLayers,
+    states: tuple[Any, ...],
+    keep: Bool[Array, "b"],
+    positions: Int[Array, "b"],
+    model: Any,
+    grid: Grid = Grid(),
+    *,
+    clocks: bool = False,
+) -> tuple[Float[Array, "b width"], tuple[Any, ...], Array | None]:
+    """The residual stream after all layers, and the new states; those of sequences not to `keep` do not change.
+
+    With `clocks` also the times of each block in each layer, at the points MARK of all_layers.cu.
+    """
+    kernel = compile_for(definitions(model, len(x), grid, clocks=clocks))
+    inputs, updated = arguments(x, layers, states, keep, positions, model, grid, clocks=clocks)
+    call = jax.ffi.ffi_call(
+        "__gpu$xla.gpu.ptx",
+        [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in updated],
+        input_output_aliases={len(inputs) + index: index for index in range(len(updated))},
+    )
+    size = dict(grid_x=grid.blocks, grid_y=1, grid_z=1, block_x=THREADS, block_y=1, block_z=1)
+    launch = {name: np.int32(value) for name, value in dict(size, shared_mem_bytes=grid.memory).items()}
+    outputs = call(*inputs, *updated, name="decode_step", kernel_type="ptx", kernel_data=kernel, **launch)
+    return results(outputs, x.shape, states, clocks=clocks)
+
+
+UPDATED = {  # the arrays of each kind of state that the kernel updates in place, and their types
+    "merged": {"S": "float*", "z": "float*"},
+    "linear": {"S": "float*", "z": "float*"},
+    "windowed": {"S": "float*", "z": "float*", "k": "u32*", "v": "u32*", "count": "int*"},
+    "softmax": {"k": "u32*", "v": "u32*", "index": "int*", "valid": "unsigned char*"},
+}
+
+
+def state_kind(state: Any) -> str:
+    """The kind of attention that has this state; `linear` for both kinds that have S and z only."""
+    return "softmax" if "valid" in state._fields else "windowed" if "count" in state._fields else "linear"
+
+
+def arguments(
+    x: Array,
+    layers: PackedLayers,
+    states: tuple[Any, ...],
+    keep: Array,
+    positions: Array,
+    model: Any,
+    grid: Grid,
+    *,
+    clocks: bool = False,
+) -> tuple[list, list]:
+    """The arrays that the kernel reads, and those that it updates in place: its work space, and the states.
+
+    The work space is three buffers of the residual stream, 16 channels of each sequence after the other, and counters.
+    """
+    batch, width = x.shape
+    rows = -(-batch // 16) * 16
+    stream = jnp.pad(x.astype(jnp.float32), [(0, rows - batch), (0, 0)])
+    stream = stream.reshape(rows, width // TILE, TILE).transpose(1, 0, 2).reshape(-1)
+    work = jnp.pad(stream, (0, 2 * rows * width + COUNTER_STRIDE * grid.ranks))
+    inputs = [*layers.tiles, *layers.vectors, keep.astype(jnp.float32), rotary_angles(model, positions)]
+    inputs.append(jnp.array([max([state.valid.shape[1] for state in states if "valid" in state._fields], default=0)]))
+    updated = [work]
+    if clocks:
+        updated.append(jnp.zeros(grid.blocks * len(states) * CLOCK_POINTS, jnp.uint32))
+    for state in states:
+        updated += [getattr(state, name) for name in UPDATED[state_kind(state)]]
+    return inputs, updated
+
+
+def results(
+    updated: Sequence[Array | np.ndarray], shape: tuple[int, ...], states: tuple[Any, ...], *, clocks: bool = False
+) -> tuple[Array | np.ndarray, tuple[Any, ...], Array | None]:
+    """The residual stream, of this shape, the new states, and the times, from the arrays that the kernel updates."""
+    work, *arrays = updated
+    (batch, width), rows = shape, -(-shape[0] // 16) * 16
+    first = 2 * len(states) % 3 * rows * width
+    stream = work[first : first + rows * width].reshape(width // TILE, rows, TILE)
+    stream = stream.transpose(1, 0, 2).reshape(rows, width)[:batch]
+    times = arrays.pop(0) if clocks else None
+    new_states = []
+    for state in states:
+        names = UPDATED[state_kind(state)]
+        new_states.append(state._replace(**{name: arrays.pop(0) for name in names}))
+    return stream, tuple(new_states), times
+
+
+def rotaries(model: Any) -> list[Any]:
+    """The different rotary positions of layers."""
+    found = []
+    for block in model.blocks:
+        rotary = block.attention.shape.rotary
+        if rotary is not None and rotary not in found:
+            found.append(rotary)
+    return found
+
+
+def rotary_angles(model: Any, positions: Int[Array, "b"]) -> Float[Array, "tables b 2 pairs"]:
+    """Cosines and sines of each sequence's rotation."""
+    tables = []
+    for rotary in rotaries(model):
+        frequency = jnp.asarray(rotary.frequencies(model.config.head_dim), jnp.float32)
+        angle = positions[:, None].astype(jnp.float32) * frequency
+        tables.append(jnp.stack([jnp.cos(angle), jnp.sin(angle)], 1) * rotary.gain)
+    return jnp.stack(tables) if tables else jnp.zeros((1, len(positions), 2, 1))
+
+
+def definitions(model: Any, batch: int, grid: Grid = Grid(), *, clocks: bool = False) -> dict[str, Any]:
+    """The macros that all_layers.cu is compiled with.
+
+    Updated arrays are parameters twice, as XLA passes inputs and outputs; as they are aliased, both are the same.
+    """
+    config, sizes = model.config, Sizes.of(model, batch, grid)
+    attentions, tables = [block.attention for block in model.blocks], rotaries(model)
+    windows = {(attention.window, attention.sinks) for attention in attentions if attention.kind == "windowed"}
+    window, sinks = windows.pop() if windows else (1, 0)
+    normalizers = {attention.normalizer for attention in attentions if attention.kind in ("linear", "merged")}
+    clamps, value = normalizers.pop() if normalizers else (True, 1.0)
+    inputs = [f"const uint4* weights{i}" for i in range(config.layers)]
+    inputs += [f"const Vectors* vectors{i}" for i in range(config.layers)]
+    inputs += ["const float* keep", "const float* angles", "const int* capacity"]
+    updated, pointers = ["float* {}work"] + ["u32* {}clocks"] * clocks, []
+    for layer, attention in enumerate(attentions):
+        names = UPDATED[attention.kind]
+        updated += [f"{kind} {{}}{name}{layer}" for name, kind in names.items()]
+        own = {name: f"{name}{layer}" for name in names}
+        arrays = [own.get(name, own.get("index", "0") if name == "count" else "0") for name in STATE_FIELDS]
+        table = -1 if attention.shape.rotary is None else tables.index(attention.shape.rotary)
+        fields = [attention.kind.upper(), str(table), f"weights{layer}", f"vectors{layer}", *arrays]
+        pointers.append(f"{{{', '.join(fields)}}}")
+    parameters = inputs + [text.format("input_") for text in updated] + [text.format("") for text in updated]
+    chunks = {kind: tile_order(sizes, kind).shape[1] // CHUNK_TILES for kind in sizes.kinds}
+    rotated = {2 * len(rotary.frequencies(config.head_dim)) for rotary in tables}
+    macros = dict(
+        LAYERS=config.layers,
+        BATCH=batch,
+        WIDTH=config.width,
+        KV_HEADS=sizes.kv_heads,
+        QUERIES=sizes.queries,
+        HEAD_DIM=sizes.head_dim,
+        FEATURES=sizes.features,
+        FEEDFORWARD=sizes.units,
+        CLUSTERS=grid.clusters,
+        RANKS=grid.ranks,
+        SHARED_MEMORY=grid.memory,
+        MOST_SLOTS=grid.slots,
+        PACES=int(grid.paced),
+        GATED=int(config.gated),
+        ACTIVATION=ACTIVATIONS[config.activation],
+        RMS_NORM=int(config.norm == "rms"),
+        NORMS_AFTER=int(config.norm_placement == "after"),
+        NORM_EPS=f"{config.norm_eps:e}f",
+        QUERY_NORM=int(config.query_norm),
+        QUERY_SCALE=f"{config.head_dim**-0.5:.9e}f",
+        NORMALIZER_CLAMPS=int(clamps),
+        NORMALIZER_VALUE=f"{value:e}f",
+        HAS_MERGED=int("merged" in sizes.kinds),
+        HAS_PLAIN=int(set(sizes.kinds) != {"merged"}),
+        HAS_WINDOW=int("windowed" in sizes.kinds),
+        HAS_SOFTMAX=int("softmax" in sizes.kinds),
+        WINDOW_SLOTS=window + sinks,
+        SINKS=sinks,
+        MOST_MIXTURE=f"{MOST_MIXTURE:e}f",
+        ROTARY_TABLES=max(1, len(tables)),
+        ROTATED=rotated.pop() if rotated else 0,
+        MERGED_CHUNKS=chunks.get("merged", 0),
+        LINEAR_CHUNKS=chunks.get("linear", chunks.get("windowed", 0)),
+        SOFTMAX_CHUNKS=chunks.get("softmax", 0),
+        PARAMETERS=", ".join(parameters),
+        LAYER_POINTERS=", ".join(pointers),
+    )
+    return macros | (dict(CLOCKS=1) if clocks else {})
+
+
+STATE_FIELDS = ("S", "z", "k", "v", "count", "valid")  # of the struct `Layer`
+
+
+def source(*names: str) -> str:
+    """The text of files in this folder, one after the other."""
+    return "\n".join(Path(__file__).with_name(name).read_text() for name in names)
+
+
+def fits(model: Any, batch: int) -> bool:
+    """Whether the kernel compiles for a model; one line says if it does not, because shared memory is too small."""
+    try:
+        compile_for(definitions(model, batch))
+    except RuntimeError as error:
+        lines = [line for line in str(error).splitlines() if "error" in line] or str(error).splitlines()
+        say(f"decoding this model without kernels: {lines[0].strip()}")
+        return False
+    return True
+
+
+def compile_for(macros: dict[str, Any]) -> str:
+    """PTX for these macros."""
+    return _compile(tuple(macros.items()))
+
+
+@functools.cache
+def _compile(macros: tuple[tuple[str, Any], ...]) -> str:
+    options = ["--gpu-architecture=compute_90", "--std=c++17", "-default-device"]
+    defined = "\n".join(f"#define {name} {value}" for name, value in macros)
+    return cuda.compile_cuda(f"{defined}\n{source('hopper.cuh', *PARTS)}", options)

@@ -1,0 +1,202 @@
+// all_layers.cu, part 1: sizes, which block computes what, shared memory, and small functions.
+//
+// all_layers.py defines the macros: the sizes in capitals that are not defined here.
+
+enum Kind { MERGED, LINEAR, WINDOWED, SOFTMAX };             // of a layer's attention
+enum Activation { RELU, GELU, GELU_EXACT, SWISH };
+
+constexpr int GROUPS = (BATCH + 15) / 16, ROWS = 16 * GROUPS;  // tensor cores multiply 16 sequences (rows) at once
+constexpr int WARPS = 8, COMPUTING = 32 * WARPS;               // threads that compute
+constexpr int THREADS = COMPUTING + 64;
+constexpr int LOADING_WARP = WARPS, COUNTING_WARP = WARPS + 1;  // one loads weights, the other counts blocks
+constexpr int BLOCKS = CLUSTERS * RANKS;
+
+// Item `index` of a deal of `total` items to `parts` gets every parts-th: how many that are.
+constexpr int share(int total, int index, int parts) { return (total - index + parts - 1) / parts; }
+
+// Tiles of matrices: 16 outputs × 16 inputs, 512 bytes, 16 for each of a warp's threads.
+constexpr int STEPS = WIDTH / 16;                                // tiles in a row of a product with the stream
+constexpr int STREAM_TILES = WIDTH / 16;                         // of outputs that are channels of the stream
+constexpr int UNIT_TILE = GATED ? 8 : 16;                        // units of a tile; with gates, each has two outputs
+constexpr int UNIT_ROWS = FEEDFORWARD / (UNIT_TILE * RANKS);     // tiles for each rank, of all clusters together
+constexpr int MOST_UP_TILES = (UNIT_ROWS + CLUSTERS - 1) / CLUSTERS;
+constexpr int MOST_STREAM_TILES = share(STREAM_TILES, 0, RANKS);
+constexpr int MERGED_QKV = (QUERIES + 1) * FEATURES + HEAD_DIM, PLAIN_QKV = (QUERIES + 2) * HEAD_DIM;
+constexpr int MOST_QKV = HAS_PLAIN ? PLAIN_QKV : MERGED_QKV;
+constexpr int MOST_QKV_TILES = share(MOST_QKV / 16, 0, RANKS);
+constexpr int MOST_HEADS = share(KV_HEADS, 0, CLUSTERS);         // of a cluster
+constexpr int ATTENDED = QUERIES * HEAD_DIM;                     // outputs of a head's queries
+constexpr int MOST_UNITS = MOST_UP_TILES * RANKS * UNIT_TILE;    // of a cluster
+constexpr int OPERAND = ATTENDED > MOST_UNITS ? ATTENDED : MOST_UNITS;
+
+static_assert(WIDTH % 16 == 0 && HEAD_DIM % 16 == 0 && FEATURES % 16 == 0, "unsupported sizes");
+static_assert(FEEDFORWARD % (UNIT_TILE * RANKS) == 0 && RANKS * UNIT_TILE % 16 == 0, "unsupported sizes");
+static_assert(RANKS <= 32, "unsupported sizes");
+static_assert(!HAS_PLAIN || !HAS_MERGED || MERGED_QKV <= PLAIN_QKV, "unsupported sizes");
+static_assert(!NORMS_AFTER || (HAS_MERGED ? MERGED_QKV : PLAIN_QKV) / 16 >= RANKS, "each rank computes the norm");
+
+// Softmax layers read a cache that grows. Where clusters are left over, several REPLICAS have the same head and share
+// the sequences; and where ranks are left over, SPLITS of them share a sequence, each with a part of the cache.
+constexpr int REPLICAS = KV_HEADS < CLUSTERS ? CLUSTERS / KV_HEADS : 1;
+constexpr int REPLICA_ROWS = share(BATCH, 0, REPLICAS);
+constexpr int SPLITS = HAS_SOFTMAX && RANKS > REPLICA_ROWS ? RANKS / REPLICA_ROWS : 1;
+constexpr int RANK_ROWS = share(BATCH, 0, RANKS);                // sequences of a rank, at most
+
+// What a block computes in a layer.
+struct Role {
+  int cluster = blockIdx.x / RANKS, rank = blockIdx.x % RANKS;
+  int head = cluster, heads = share(KV_HEADS, cluster, CLUSTERS);  // the first, and how many
+  int replica = 0, replicas = 1, splits = 1;
+  int qkv;                                                         // outputs of a head's projections
+
+  Role(int kind) : qkv(HAS_MERGED && kind == MERGED ? MERGED_QKV : PLAIN_QKV) {
+    if (!HAS_SOFTMAX || kind != SOFTMAX) return;
+    if (REPLICAS > 1) {
+      head = cluster % KV_HEADS, heads = cluster < KV_HEADS * REPLICAS;
+      replica = cluster / KV_HEADS, replicas = REPLICAS;
+    }
+    splits = SPLITS;
+  }
+
+  int qkv_tiles() const { return share(qkv / 16, rank, RANKS); }
+  int up_tiles() const { return UNIT_ROWS / CLUSTERS + (cluster >= CLUSTERS - UNIT_ROWS % CLUSTERS); }
+  int stream_tiles() const { return share(STREAM_TILES, rank, RANKS); }
+  int units() const { return up_tiles() * RANKS * UNIT_TILE; }
+  int tiles() const {  // of the whole layer
+    return heads * (qkv_tiles() * STEPS + stream_tiles() * (ATTENDED / 16)) + up_tiles() * STEPS +
+           stream_tiles() * (units() / 16);
+  }
+
+  // The sequences of this cluster: row n · replicas + replica is its nth. The first of the `splits` ranks that have it
+  // is its owner.
+  bool has(int row) const { return row < BATCH && row % replicas == replica; }
+  int rows() const { return heads ? share(BATCH, replica, replicas) : 0; }
+  int rank_of(int n, int split) const { return (n * splits + split) % RANKS; }
+  int place_of(int n) const { return n * splits / RANKS; }  // among the sequences of its rank
+  // This rank's sequence at a place: its row, or BATCH or more if there is none.
+  int nth(int place) const { return (place * RANKS + rank) / splits; }
+  int row(int place) const { return nth(place) < rows() ? nth(place) * replicas + replica : BATCH; }
+  int split() const { return splits == 1 ? 0 : rank % splits; }
+  bool owns(int place) const { return row(place) < BATCH && split() == 0; }
+};
+
+// Vectors: the weights of each output summed over inputs, by which a norm's mean is multiplied; biases; and what
+// attention needs. The scales and biases of norms are part of the matrices that follow them.
+
+struct alignas(16) HeadVectors {
+  float qkv_sums[MOST_QKV_TILES * 16], qkv_bias[MOST_QKV_TILES * 16];
+  u32 map[HEAD_DIM / 2 * FEATURES];  // φ's matrix: two neighbouring inputs for each feature
+  float map_bias[FEATURES], query_scale[HEAD_DIM], key_scale[HEAD_DIM];
+  float mixture[QUERIES * HEAD_DIM], mixture_bias[(QUERIES + 3) / 4 * 4];
+};
+
+struct Residual {  // for this rank's channels: the branch's bias; with norms after, the stream's norm
+  float bias[MOST_STREAM_TILES * 16];
+  float norm_scale[NORMS_AFTER * MOST_STREAM_TILES * 16 + 4], norm_bias[NORMS_AFTER * MOST_STREAM_TILES * 16 + 4];
+};
+
+struct alignas(16) Vectors {
+  HeadVectors heads[MOST_HEADS];
+  float up_sums[MOST_UP_TILES * 16], up_bias[MOST_UP_TILES * 16];
+  Residual attention, feedforward;
+};
+
+struct Layer {
+  int kind, rotary;  // which table of angles; -1: none
+  const uint4* weights;
+  const Vectors* vectors;
+  float *S, *z;
+  u32 *k, *v;   // the slots of a window, or a cache: two bfloat16 values each
+  int* count;   // tokens so far: of each sequence for a window, of the batch for a cache
+  unsigned char* valid;
+};
+
+constexpr int CHUNK_TILES = 16, CHUNK = CHUNK_TILES * 32;  // 16-byte values of a chunk
+constexpr int REDUCED = 3;      // tiles whose partial sums are added up at once
+constexpr int S_SIZE = FEATURES * HEAD_DIM, SLOT_WORDS = HEAD_DIM / 2;
+constexpr int PAIRS = ROTATED / 2;  // of dimensions that are rotated together
+
+struct Fixed {
+  float4 partial[WARPS][REDUCED * ROWS * 4];
+  float2 moments[WARPS][ROWS];           // Σ x and Σ x², over a warp's channels
+  float2 norm[ROWS];                     // mean and 1 / deviation
+  uint4 operand[OPERAND / 8 * ROWS];     // of the second product, bfloat16: 16 channels of each row, then the next 16
+  uint4 staged[(RANK_ROWS * ATTENDED > MOST_UP_TILES * UNIT_TILE * ROWS ? RANK_ROWS * ATTENDED
+                                                                          : MOST_UP_TILES * UNIT_TILE * ROWS) / 8];
+  alignas(16) float qkv[RANK_ROWS][MOST_QKV];
+  alignas(16) float features[RANK_ROWS][QUERIES + 1][FEATURES];  // φ(q) of each query head, φ(k)
+  alignas(16) float S[RANK_ROWS][S_SIZE], z[RANK_ROWS][FEATURES], new_z[RANK_ROWS][FEATURES];
+  alignas(16) u32 window[HAS_WINDOW ? RANK_ROWS : 1][2][HAS_WINDOW ? WINDOW_SLOTS * SLOT_WORDS : 4];  // keys, values
+  alignas(16) float leaving[RANK_ROWS][HEAD_DIM];                                 // the value that leaves the window
+  float scores[RANK_ROWS][QUERIES][HAS_WINDOW ? WINDOW_SLOTS : 1];
+  alignas(16) float distant[RANK_ROWS][QUERIES][HEAD_DIM + 4];                    // φ(q)·S, and φ(q)·z
+  alignas(16) float parts[SPLITS][QUERIES][HEAD_DIM + 4];  // softmax over a part: numerators, sum, largest
+  float angles[2][ROTARY_TABLES][RANK_ROWS][2][PAIRS > 0 ? PAIRS : 1];  // softmax layers, others: cosines, sines
+  float keep[ROWS];
+  int count[LAYERS][BATCH];
+  alignas(16) Vectors vectors[2];  // of this layer, and of the next
+  Layer layers[LAYERS];
+  u32* clocks;
+  int capacity;      // of caches, in tokens
+  u32 streams_read;  // how often this block has read the stream
+  u64 vector_barrier[2], state_barrier, qkv_barrier, parts_barrier, attended_barrier, hidden_barrier;
+};
+
+constexpr int FITTING_SLOTS = (SHARED_MEMORY - (int)sizeof(Fixed) - 256) / (CHUNK * 16 + 16);
+constexpr int SLOTS = FITTING_SLOTS < MOST_SLOTS ? FITTING_SLOTS : MOST_SLOTS;
+static_assert(SLOTS >= 4, "too large for shared memory");
+
+// Loads are served in order: what a block reads after a barrier of all blocks waits for the weights that it is loading.
+// If the ring holds a whole layer, nothing is gained by loading as early as possible, and slots are refilled only when
+// the stream has been read.
+constexpr int MOST_CHUNKS = MERGED_CHUNKS > LINEAR_CHUNKS ? MERGED_CHUNKS : LINEAR_CHUNKS;
+constexpr bool PACED = PACES && (MOST_CHUNKS > SOFTMAX_CHUNKS ? MOST_CHUNKS : SOFTMAX_CHUNKS) + 2 <= SLOTS;
+
+struct Shared {
+  uint4 ring[SLOTS][CHUNK];
+  Fixed fixed;
+  u64 full[SLOTS], empty[SLOTS];
+};
+static_assert(sizeof(Shared) <= SHARED_MEMORY, "too large for shared memory");
+
+// Small functions.
+
+u32 to_bfloats(float2 x) { return to_bfloats(x.x, x.y); }
+uint2 to_bfloats(float4 x) { return make_uint2(to_bfloats(x.x, x.y), to_bfloats(x.z, x.w)); }
+float low_of(u32 both) { return __uint_as_float(both << 16); }
+float high_of(u32 both) { return __uint_as_float(both & 0xffff0000u); }
+float4 add(float4 x, float4 y) { return make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w); }
+float4 add(float4 x, float factor, float4 y) {  // x + factor · y
+  return make_float4(x.x + factor * y.x, x.y + factor * y.y, x.z + factor * y.z, x.w + factor * y.w);
+}
+float4 scaled(float4 x, float scale) { return make_float4(x.x * scale, x.y * scale, x.z * scale, x.w * scale); }
+float4& four_at(float* x) { return *(float4*)x; }
+const float4& four_at(const float* x) { return *(const float4*)x; }
+
+float sum_over_lanes(float x, int first, int last) {  // over lanes whose numbers differ in the bits first, …, last
+  for (int lanes = first; lanes <= last; lanes *= 2) x += __shfl_xor_sync(~0u, x, lanes);
+  return x;
+}
+float largest_over_lanes(float x, int first, int last) {
+  for (int lanes = first; lanes <= last; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
+  return x;
+}
+
+float activated(float x) {
+  if (ACTIVATION == RELU) return fmaxf(x, 0.f);
+  if (ACTIVATION == SWISH) return x / (1 + expf(-x));
+  if (ACTIVATION == GELU_EXACT) return 0.5f * x * (1 + erff(0.70710678f * x));
+  return 0.5f * x * (1 + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
+}
+
+// With CLOCKS, one thread of each block notes the time at some points of each layer.
+#ifdef CLOCKS
+#define MARK(layer, point) \
+  if (threadIdx.x == 0) fixed.clocks[(blockIdx.x * LAYERS + layer) * 9 + point] = read_clock()
+#else
+#define MARK(layer, point)
+#endif
+
+int warp() { return threadIdx.x / 32; }
+int lane() { return threadIdx.x % 32; }
+void sync() { sync_threads<1, COMPUTING>(); }  // of all threads that compute

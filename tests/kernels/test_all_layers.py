@@ -1,0 +1,151 @@
+"""The kernel of all layers for many architectures, on a CPU that emulates a GPU's threads, against the model's step."""
+
+import dataclasses
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from t2r.kernels.decoding import all_layers, cuda, fused_model, support
+from t2r.kernels.support import Device
+from t2r.model.config import AttentionSpec
+from t2r.model.parameters import abstract_model, arrays_of, with_arrays
+from tests.conftest import error, make_model, micro, random_tokens
+from tests.kernels.emulation import emulate
+
+T2R = AttentionSpec("linear", "t2r", 16)
+MERGED = AttentionSpec("merged", "t2r", 16)
+WINDOWED = AttentionSpec("windowed", "t2r", 16, window=3, sinks=1)
+SOFTMAX = AttentionSpec()
+LLAMA = dict(
+    norm="rms", activation="swish", gated=True, bias=False, positions="rotary", heads=6, kv_heads=2, head_dim=16,
+    width=48, feedforward=200, layers=2, adaptive_cutoffs=(), final_norm=False,
+)  # fmt: skip
+PAPER = dict(heads=2, head_dim=32, width=64, feedforward=128, layers=2, adaptive_cutoffs=(), final_norm=False)
+CASES = {  # fields of the model, batch, clusters, ranks
+    "llama": (dict(LLAMA, attention=(T2R,)), 5, 3, 2),
+    "one sequence": (dict(LLAMA, attention=(T2R,)), 1, 2, 4),
+    "loads are paced": (dict(LLAMA, layers=4, attention=(T2R,)), 2, 2, 2),
+    "more clusters than units": (dict(LLAMA, feedforward=30, attention=(T2R,)), 2, 3, 2),
+    "many sequences": (dict(LLAMA, attention=(T2R,)), 19, 2, 2),
+    "more heads than clusters": (dict(LLAMA, kv_heads=6, attention=(T2R, WINDOWED)), 3, 2, 2),
+    "window": (dict(LLAMA, attention=(WINDOWED,)), 5, 3, 2),
+    "hybrid": (dict(LLAMA, attention=(T2R, SOFTMAX, WINDOWED), layers=3), 5, 3, 2),
+    "softmax, ranks share sequences": (dict(LLAMA, attention=(SOFTMAX, WINDOWED)), 3, 5, 4),
+    "query norm": (dict(LLAMA, query_norm=True, attention=(T2R,), rope_size=8), 2, 2, 2),
+    "two rotary bases": (dict(LLAMA, attention=(T2R, dataclasses.replace(T2R, rope_theta=100.0))), 2, 2, 2),
+    "paper": (dict(PAPER, attention=(MERGED,)), 16, 3, 2),
+    "paper, 75%": (dict(PAPER, attention=(MERGED, SOFTMAX)), 4, 2, 2),
+    "norms after": (dict(PAPER, norm_placement="after", attention=(MERGED, T2R), activation="gelu"), 4, 2, 2),
+    "gated GELU": (dict(PAPER, gated=True, activation="gelu_exact", attention=(T2R,)), 4, 2, 2),
+}  # fmt: skip
+needs_nvrtc = pytest.mark.skipif(cuda.nvrtc() is None, reason="needs NVRTC (nvidia-cuda-nvrtc)")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_equals_the_models_step(case, tmp_path):
+    """For a batch of which one sequence has ended, after prompts longer than the window."""
+    fields, batch, clusters, ranks = CASES[case]
+    model = make_model(micro(**fields))
+    half = with_arrays(make_model(micro(**fields, dtype="bfloat16")), arrays_of(model))
+    tokens = random_tokens(batch, 7)
+    mask = jnp.arange(7) >= (jnp.arange(batch) % 4)[:, None]
+    _, state = half(tokens, state=half.init_state(batch, 12), mask=mask)
+    as_float = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, state)
+    active = (jnp.arange(batch) != 1)[:, None]
+    positions = state.position + active[:, 0] - 1
+    hidden, expected = model(tokens[:, :1], state=as_float, mask=active)
+    x = model.embed(tokens[:, :1], positions[:, None])[:, 0]
+    out, states = run_emulated(tmp_path, model, x, state.layers, active[:, 0], positions, clusters, ranks)
+    if model.config.norm_placement == "after":
+        out = model.blocks[-1].feedforward_norm(jnp.asarray(out))
+    rows = np.flatnonzero(active)
+    assert error(out[rows] - x[rows], hidden[rows, 0] - x[rows]) < 0.01  # the kernel's matrices are in bfloat16
+    for actual, wanted in zip(states, expected.layers):
+        assert type(actual) is type(wanted)
+        assert error(actual, wanted) < 0.01
+
+
+def run_emulated(folder, model, x, states, keep, positions, clusters, ranks):
+    """The results of the kernel on an emulated GPU, whose ring of weights is as small as it may be.
+
+    For even batches loads are paced: then the ring holds a layer.
+    """
+    batch, paced = len(x), len(x) % 2 == 0
+    sizes = all_layers.Sizes.of(model, batch, all_layers.Grid(clusters, ranks))
+    chunks = max(all_layers.tile_order(sizes, kind).shape[1] // all_layers.CHUNK_TILES for kind in sizes.kinds)
+    grid = all_layers.Grid(clusters, ranks, slots=max(4, chunks + 2 if paced else 4), paced=paced)
+    macros = all_layers.definitions(model, batch, grid)
+    layers = all_layers.pack(model, batch, grid)
+    arguments = all_layers.arguments(x, layers, states, keep, positions, model, grid)
+    updated = emulate(folder, all_layers.source(*all_layers.PARTS), macros, *arguments, grid.blocks)
+    out, new_states, _ = all_layers.results(updated, x.shape, states)
+    return out, new_states
+
+
+@pytest.mark.slow
+@needs_nvrtc
+def test_a_llama_with_a_window_lowers_for_gpus():
+    """It is compiled from CUDA for 120 thread blocks, and all states are updated in place."""
+    config = micro(**dict(LLAMA, width=192, head_dim=64, attention=(WINDOWED, SOFTMAX), dtype="bfloat16"))
+    graph, arrays = nnx.split(abstract_model(config))
+
+    def step(arrays):
+        model = nnx.merge(graph, arrays)
+        fast = fused_model.FusedModel(model, fused_model.pack_model(model, "all", 16))
+        return fast(jnp.zeros((16, 1), jnp.int32), state=model.init_state(16, 8), mask=jnp.ones((16, 1), bool))
+
+    text = jax.jit(step).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("xla.gpu.ptx") == 1 and "decode_step" in text
+    assert text.count("#stablehlo.output_operand_alias") == 1 + 5 + 4  # the stream, a window, a cache
+
+
+def test_which_models_are_supported():
+    for fields, *_ in CASES.values():
+        assert not support.all_layers_problems(abstract_model(micro(**fields)))
+    supported = dict(LLAMA, attention=(T2R,))
+    for fields in (
+        dict(norm_placement="both"), dict(parallel=True), dict(head_dim=24), dict(width=40),
+        dict(query_norm=True, query_norm_heads=True), dict(attention=(AttentionSpec("linear", "elu"),)),
+        dict(attention=(T2R, AttentionSpec("linear", "t2r", 32))), dict(attention=(T2R, AttentionSpec(window=4))),
+        dict(attention=(WINDOWED, dataclasses.replace(WINDOWED, window=4))),
+    ):  # fmt: skip
+        assert support.all_layers_problems(abstract_model(micro(**{**supported, **fields}))), fields
+
+
+def test_it_runs_on_hopper_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(cuda, "clusters_at_once", lambda *sizes: support.ALL_LAYERS_CLUSTERS)
+    half = dict(LLAMA, attention=(T2R,), dtype="bfloat16")
+    hopper, ampere = Device("gpu", "NVIDIA H200", (9, 0)), Device("gpu", "NVIDIA A100", (8, 0))
+    assert support.all_layers_available(abstract_model(micro(**half)), 32, hopper)
+    assert not support.all_layers_available(abstract_model(micro(**half)), 33, hopper)
+    assert not support.all_layers_available(abstract_model(micro(**half, kernels="on")), 16, ampere)
+    assert not support.all_layers_available(abstract_model(micro(**half, kernels="off")), 16, hopper)
+    assert not support.all_layers_available(abstract_model(micro(**dict(half, dtype="float32"))), 16, hopper)
+    assert support.choice(abstract_model(micro(**half)), 16) is None  # on this machine
+
+
+def test_it_is_used_by_itself_where_it_is_faster():
+    smol = dict(LLAMA, layers=30, width=576, heads=9, kv_heads=3, head_dim=64, feedforward=1536)
+    llama = dict(LLAMA, layers=16, width=2048, heads=32, kv_heads=8, head_dim=64, feedforward=8192)
+    recurrent, softmax = AttentionSpec("linear", "t2r", 32), AttentionSpec()
+    assert not support.all_layers_slower(micro(**smol, attention=(recurrent,) * 30))
+    assert not support.all_layers_slower(micro(**smol, attention=(softmax,) * 4 + (recurrent,) * 26))
+    (problem,) = support.all_layers_slower(micro(**llama, attention=(recurrent,) * 16))
+    assert "32 MiB of weights" in problem
+    (problem,) = support.all_layers_slower(micro(**smol, attention=(softmax,) * 30))
+    assert "softmax" in problem
+
+
+def test_one_line_says_why_a_model_decodes_without_kernels(capsys):
+    model = abstract_model(micro(**dict(LLAMA, width=40, heads=2, kv_heads=2, parallel=True)))
+    for _ in range(2):
+        assert not support.all_layers_available(model, 33, Device("gpu", "NVIDIA H200", (9, 0)))
+    (line,) = (text for text in "".join(capsys.readouterr()).splitlines() if "without kernels" in text)
+    for problem in ("parallel", "width is not a multiple of 16", "more than 32 sequences", "float32, not in bfloat16"):
+        assert problem in line
