@@ -72,9 +72,9 @@ def _introduction(report: Report) -> list[str]:
 
 
 def _stories(report: Report) -> list[str]:
-    titles = {"transformer": "Before", "swapped": "Swapped", "t2r": "After", "window": "After"}
+    titles = {"transformer": "Before", "swapped": "Between", "t2r": "After", "window": "After"}
     cells = "".join(
-        f"<div><h3>{titles[name]}: {_subject(report, name)}</h3>"
+        f"<div><h3>{titles[name]}<br><small>{_subject(report, name)}</small></h3>"
         f"<blockquote><b>{html.escape(report.prompt)}</b>{_lines(story)}</blockquote></div>"
         for name, story in report.stories.items()
     )
@@ -82,7 +82,7 @@ def _stories(report: Report) -> list[str]:
         "<h2>The same beginning, told by each model</h2>",
         "<p>The beginning, in bold, was given; temperature 0.7, top-p 0.9, the same random seed. "
         "The transformer is small: its stories read well, and do not always make sense.</p>",
-        f'<div class="beside stories">{cells}</div>',
+        f"<div class=beside>{cells}</div>",
     ]
 
 
@@ -113,7 +113,9 @@ def _decoding(report: Report) -> list[str]:
     speeds, batch = report.speeds, report.speeds["t2r"][0].batch
     names = [LABELS[name] for name in speeds]
     rates = [(f"{runs[0].length:,}", *(f"{r.tokens_per_second:,.0f}" for r in runs)) for runs in zip(*speeds.values())]
-    sizes = [(f"{runs[0].length:,}", *map(_mebibytes, runs)) for runs in zip(*speeds.values())]
+    sizes = [
+        (f"{runs[0].length:,}", *(f"{run.state_bytes / 2**20:,.1f}" for run in runs)) for runs in zip(*speeds.values())
+    ]
     plots = [
         _plot(speeds, "Speed, in tokens per second", lambda run: run.tokens_per_second),
         _plot(speeds, "Memory of attention, in MiB", lambda run: run.state_bytes / 2**20),
@@ -125,13 +127,9 @@ def _decoding(report: Report) -> list[str]:
         f"<div class=beside>{''.join(f'<figure>{plot}</figure>' for plot in plots)}</div>",
         "<div class=beside>",
         f"<div><h3>Tokens per second</h3>{table(['tokens', *names], rates)}</div>",
-        f"<div><h3>Memory of attention</h3>{table(['tokens', *names], sizes)}</div>",
+        f"<div><h3>Memory of attention, in MiB</h3>{table(['tokens', *names], sizes)}</div>",
         "</div>",
     ]
-
-
-def _mebibytes(run: DecodeSpeed) -> str:
-    return f"{run.state_bytes / 2**20:,.1f} MiB"
 
 
 def _plot(speeds: dict[str, list[DecodeSpeed]], title: str, value: Callable[[DecodeSpeed], float]) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from conftest import WINDOW, error, make_model, micro, random_tokens, slow_but
 from t2r import environment
-from t2r.benchmark.steps import linear_state_bytes, measure_decoding
+from t2r.benchmark.steps import Decoder, linear_state_bytes
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
 from t2r.decode import generate
@@ -163,7 +163,7 @@ def test_the_state_of_an_rnn_has_the_constant_size_of_the_formula():
 
 
 def test_the_benchmark_counts_what_it_generates():
-    measured = measure_decoding(model_of("merged"), 8, batch=2, repeat_for=0.01)
+    measured = Decoder(model_of("merged"), repeat_for=0.01).steps(2, 8, 8)
     assert measured.tokens_per_second == pytest.approx(16 / measured.seconds) and measured.compile_seconds > 0
 
 
