@@ -35,11 +35,11 @@ def get_config(variant: str = "t2r"):
     config.init_from, config.model = "builtin:stories", pretrained()
     config.convert.update(feature_map="t2r", features=32)
     config.teacher.soft = 1.0  # text that the teacher wrote says less than the probabilities it was drawn from
-    config.steps = 160
+    config.steps = 60
     config.optimizer.update(learning_rate=1e-3, warmup_steps=10)
     if variant == "window":
         config.convert.update(window=64, sinks=4)
-        config.steps, config.transfer.steps = 50, 20
+        config.steps, config.transfer.steps = 24, 12
         config.transfer.warmup_steps = 5
         config.optimizer.update(learning_rate=3e-4, warmup_steps=5, new_rate=10.0)
     return config

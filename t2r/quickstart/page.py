@@ -103,9 +103,12 @@ def _quality(report: Report) -> list[str]:
         f"next token as if it chose among 4. Finetuning recovered {report.recovered:.1%} of what the swap cost.</p>",
         "<p><b>Recall:</b> the perplexity of a text that the model has just read once, when it comes again; 1 is a "
         "perfect memory. A state of constant size cannot keep everything.</p>",
-        "<p><b>T2R</b> is the method of the paper: attention is linear for all tokens, and its feature map is merged "
-        "into the weights. <b>With a window</b>, attention stays exact for the last 64 tokens and the first 4, and is "
-        "linear for all others; this is what <code>t2r convert</code> does unless told otherwise.</p>",
+        "<p><b>T2R</b> is the method of the paper: attention is linear for all tokens, and its feature map, which "
+        "starts at random, is merged into the weights after finetuning. It gains from many more steps than these "
+        "(<code>--steps</code>).</p>",
+        "<p><b>With a window</b>, attention stays exact for the last 64 tokens and the first 4, and is linear for all "
+        "others; each attention is first fitted to the one it replaces. This is what <code>t2r convert</code> does "
+        "unless told otherwise.</p>",
     ]
 
 

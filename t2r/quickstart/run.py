@@ -117,7 +117,10 @@ def convert(transformer: LoadedModel, configs: dict[str, ConfigDict], workdir: P
     def score(model: LanguageModel) -> dict[str, float]:
         found = document_perplexity(model, pieces, start=tokenizer.end, window=data.length, quiet=True)
         length = min(data.length, 2 * len(stream))
-        return {"perplexity": found.perplexity, "recall": recall(model, stream, length=length, quiet=True)}
+        return {
+            "perplexity": found.perplexity,
+            "recall": recall(model, stream, length=length, sequences=16, quiet=True),
+        }
 
     say("2/6  swap its attention: φ starts at random")
     swapped = convert_model(transformer, **conversion(configs["t2r"]))
