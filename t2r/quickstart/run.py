@@ -20,7 +20,7 @@ from t2r.decode.text import generate_text
 from t2r.evaluation.perplexity import document_perplexity
 from t2r.evaluation.recall import recall
 from t2r.files import make_folder, read_json, write_json
-from t2r.model.parameters import parameter_count
+from t2r.model.parameters import arrays_of, parameter_count
 from t2r.model.transformer import LanguageModel
 from t2r.quickstart.page import LABELS, Report, write_report
 from t2r.store import model_dir
@@ -30,7 +30,7 @@ from t2r.training.trainer import train
 
 MODEL = "builtin:stories"
 CONFIGS = {"t2r": "stories.py:t2r", "window": "stories.py:window"}  # conversion → its config; also its folder's name
-PROMPT, STORY_LENGTH = "Once upon a time, there was a little dog named Max.", 200  # in tokens
+PROMPT, STORY_LENGTH = "Once upon a time, there was a big bear who lived in the forest.", 160  # in tokens
 SAMPLING = Sampling(temperature=0.7, top_p=0.9)
 LENGTHS = (128, 512, 1024, 2048)
 TIMED_STEPS = 32  # decoding steps that are timed at each length, the last ones
@@ -67,7 +67,7 @@ def quickstart(
     perplexities = {name: scores["perplexity"] for name, scores in converted.scores.items()}
     lost = perplexities["swapped"] - perplexities["transformer"]
     report = Report(
-        parameters=parameter_count(transformer.model),
+        parameters=parameter_count(arrays_of(transformer.model)),
         layers=transformer.model.config.layers,
         training_texts=converted.training_texts,
         data=configs["t2r"].data.source,
