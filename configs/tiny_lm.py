@@ -4,7 +4,7 @@
 
 VARIANT is
     transformer   pretraining (the default); its result ships as builtin:tiny_lm
-    t2r           conversion and 150 steps of finetuning, under two minutes on two cores; the quickstart runs it
+    t2r           conversion and 150 steps of finetuning, under two minutes on two cores
     t2r_long      conversion and 3,000 steps with larger batches
     t2r_75, elu, rfa, rfa_fixed, performer, phi_frozen, phi_only, softmax    other conversions; each also with _long
     t2r_scratch   T2R from random initialisation, as many steps as the transformer

@@ -4,14 +4,14 @@ From a model to text:
 
     import t2r
 
-    model = t2r.load("builtin:tiny_lm")                     # or a directory that `t2r import` or `t2r train` wrote
-    print(t2r.evaluate(model, "builtin:pydoc"))             # perplexities on the test split
+    model = t2r.load("builtin:stories")                     # or a directory that `t2r import` or `t2r train` wrote
+    print(t2r.evaluate(model, "builtin:stories", documents=True))  # perplexities on the test split
     rnn = t2r.convert(model, features=32, keep="none")      # linear attention in place of softmax; must be finetuned:
-    config = t2r.load_config("tiny_lm:t2r")                 # the same conversion as a run, 150 steps
-    result = t2r.train(config, "runs/tiny_t2r")
+    config = t2r.load_config("stories:t2r")                 # the same conversion as a run
+    result = t2r.train(config, "runs/stories_t2r")
     rnn = t2r.merge(t2r.load(result["model"]))              # φ folded into the projections
-    print(t2r.generate(rnn, "Return a new", length=50, temperature=0.8))
-    t2r.save(rnn, "runs/tiny_rnn")
+    print(t2r.generate(rnn, "Once upon a time", length=150, temperature=0.7))
+    t2r.save(rnn, "runs/stories_rnn")
 
 Everything else is a module away: `t2r.attention` is the subject, `t2r.decode` generates, `t2r.training` trains.
 """
@@ -183,7 +183,7 @@ def evaluate(model: "LoadedModel", data: str, *, split: str | None = None, **opt
 
 
 def load_config(name: str) -> "ConfigDict":
-    """The config of a run, `PATH.py:VARIANT`, or one that ships: "tiny_lm:t2r". Its fields may be changed."""
+    """The config of a run, `PATH.py:VARIANT`, or one that ships: "stories:t2r". Its fields may be changed."""
     from t2r.training.config import load_config
 
     return load_config(name)

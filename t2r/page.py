@@ -24,7 +24,14 @@ figure svg { display: block; max-width: 100%; height: auto; margin: auto; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14rem; overflow: auto; }
 pre { background: #8881; padding: .8rem; border-radius: 6px; }
 small { opacity: .75; }
+blockquote { margin: 0; padding: .8rem 1rem; background: #8881; border-radius: 6px; }
+section { border: 1px solid #8884; border-radius: 6px; padding: 0 1rem; margin: .5rem 0; }
 .beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: 0 1rem; }
+.beside > * { min-width: 0; } /* a wide table scrolls within its column */
+@media (prefers-color-scheme: dark) {
+  figure { background: none; padding: 0; }
+  figure svg { filter: invert(.9) hue-rotate(180deg); border-radius: 6px; } /* dark, and the colours stay */
+}
 """
 
 

@@ -174,4 +174,4 @@ def test_the_readmes_python_runs(tmp_path):
     command = [sys.executable, "-c", example]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert "perplexity" in run.stdout and (tmp_path / "runs/tiny_rnn/model.safetensors").exists()
+    assert "perplexity" in run.stdout and (tmp_path / "runs/stories_rnn/model.safetensors").exists()

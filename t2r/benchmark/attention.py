@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from t2r.attention import linear, softmax
 from t2r.attention.feature_map import T2R, Features
 from t2r.benchmark import peers
-from t2r.benchmark.plots import Curve, length_plot, save
+from t2r.benchmark.plots import Curve, length_plot
 from t2r.benchmark.shared import (
     Output,
     Results,
@@ -26,6 +26,7 @@ from t2r.console import say, table
 from t2r.environment import total_bytes
 from t2r.errors import raise_all
 from t2r.kernels.support import has_flash_attention
+from t2r.plots import save
 
 FORWARD, BOTH = "forward", "forward and backward"
 

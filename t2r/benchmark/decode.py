@@ -21,13 +21,14 @@ from t2r.benchmark.floor import (
     step_cost,
 )
 from t2r.benchmark.models import VARIANTS, Request, abstract_inference_model, label, random_model
-from t2r.benchmark.plots import Curve, length_plot, save
+from t2r.benchmark.plots import Curve, length_plot
 from t2r.benchmark.shared import MIB, DoesNotFit, Output, Results, by_model, describe_device, finish, open_results
 from t2r.benchmark.steps import Decoder, DecodeSpeed, abstract_generation, attention_bytes
 from t2r.console import say, table
 from t2r.layout import AXES
 from t2r.model.state_size import state_bytes
 from t2r.model.transformer import LanguageModel
+from t2r.plots import save
 from t2r.training.sharding import make_mesh
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 from t2r.benchmark.compile import describe_topology, topology_of
 from t2r.benchmark.decode import compile_models, describe_machine
 from t2r.benchmark.models import Request, abstract_inference_model, label, random_model
-from t2r.benchmark.plots import Curve, length_plot, save
+from t2r.benchmark.plots import Curve, length_plot
 from t2r.benchmark.shared import (
     MIB,
     Output,
@@ -29,6 +29,7 @@ from t2r.environment import total_bytes
 from t2r.layout import AXES
 from t2r.model.parameters import arrays_of
 from t2r.model.state_size import state_bytes
+from t2r.plots import save
 
 STEPS = 2  # decoding steps in the compiled program: more than one, so that it has the loop of real decoding
 

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from t2r.benchmark.steps import DecodeSpeed
-from t2r.page import describe, figure_svg, table, write_page
+from t2r.page import figure_svg, table
 from t2r.plots import RNN, SOFTMAX, log_axes
-
-__all__ = ["decode_plot", "describe", "figure_svg", "speed_table", "table", "write_page"]
 
 
 def speed_table(transformer: Sequence[DecodeSpeed], rnn: Sequence[DecodeSpeed]) -> str:

@@ -5,11 +5,7 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from t2r.plots import COLORS, OTHER, RNN, SOFTMAX, log_axes, log_values, save, styled, value_axis
-
-__all__ = [
-    "OTHER", "RNN", "SOFTMAX", "Curve", "length_plot", "log_axes", "log_values", "save", "styled", "value_axis",
-]  # fmt: skip
+from t2r.plots import COLORS, OTHER, log_axes, styled
 
 MARKERS = "osD^vP*X"
 DASHED = ("_dropout", "_plain")  # a name with one of these suffixes has the colour of the name without it, dashed

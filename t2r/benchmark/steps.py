@@ -18,7 +18,7 @@ from t2r.attention.softmax import KVCache
 from t2r.attention.windowed import WindowedState
 from t2r.benchmark.models import normal
 from t2r.benchmark.shared import USABLE, DoesNotFit, Timing, check_fits, is_out_of_memory, peak_bytes, time_calls
-from t2r.decode.generate import Generation, packed_weights, prefill, scan_steps, state_bytes
+from t2r.decode.generate import Generation, packed_weights, prefill, scan_steps
 from t2r.decode.sampling import Sampling
 from t2r.environment import available_memory, total_bytes
 from t2r.model.loss import source_states
@@ -46,16 +46,6 @@ class DecodeSpeed(NamedTuple):
     @property
     def tokens_per_second(self) -> float:
         return self.batch * self.steps / self.seconds
-
-
-def measure_decoding(model: LanguageModel, length: int, *, batch: int = 16, repeat_for: float = 2.0) -> DecodeSpeed:
-    """Times the generation of `length` tokens for each of `batch` sequences, repeated for `repeat_for` seconds."""
-    prompts = [[0]] * batch
-    program = DecodingProgram.compile(model, prefill(model, prompts, length), length, packed_weights(model, batch))
-    start = lambda: prefill(model, prompts, length)  # noqa: E731
-    times = time_calls(program, prepare=start, repeat_for=repeat_for, least=1, warm_up=0)
-    size = state_bytes(model, batch, length)
-    return DecodeSpeed(length, batch, times.seconds, times.spread, program.compile_seconds, size, length)
 
 
 class DecodingProgram(NamedTuple):

@@ -3,6 +3,7 @@
 t2r generate --model=MODEL --prompt=TEXT --length=N [--temperature=0.8 --top_k=40 --top_p=0.95 --seed=0]
 t2r generate --model=MODEL --prompt=TEXT --length=N --save_state=FILE     (saves the state)
 t2r generate --model=MODEL --load_state=FILE --length=N [--prompt=MORE]   (continues from a saved state)
+t2r generate --model=MODEL --texts=1000 --output=FILE --length=N          (writes a corpus, for --data=text:FILE)
 
 Repeat --prompt for a batch of prompts. The last line is JSON; on a terminal it has all but the text, which stands above
 it.
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
+
+from t2r.errors import InputError
 
 _MODEL = flags.DEFINE_string("model", None, "Model directory, or builtin:NAME.", required=True)
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "Prompt; repeat the flag for a batch.")
@@ -25,6 +28,8 @@ _SEED = flags.DEFINE_integer(
 )
 _SAVE = flags.DEFINE_string("save_state", None, "File to save the decoding state to.")
 _LOAD = flags.DEFINE_string("load_state", None, "File with a state to continue from; --prompt, if given, is appended.")
+_TEXTS = flags.DEFINE_integer("texts", None, "Texts to write to --output, each of which ends.", lower_bound=1)
+_OUTPUT = flags.DEFINE_string("output", None, "File for --texts, divided by lines <|endoftext|>; .gz: compressed.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
 _WEIGHTS = flags.DEFINE_enum(
     "weights", "float32", ["float32", "int8"], "Type of the matrices; int8: 8 bits, rounded, fastest on CPUs."
@@ -41,11 +46,12 @@ def main() -> dict[str, Any]:
     from t2r.console import say
     from t2r.decode.sampling import Sampling
     from t2r.decode.state_file import save_generation
-    from t2r.decode.text import check_language_model, generate_text
+    from t2r.decode.text import check_language_model, generate_text, write_texts
     from t2r.files import check_output_file
     from t2r.model.rows import for_decoding
     from t2r.store import model_dir
 
+    _check_texts()
     if _SAVE.value:
         check_output_file(Path(_SAVE.value))
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
@@ -53,6 +59,17 @@ def main() -> dict[str, Any]:
     check_language_model(loaded)
     if _WEIGHTS.value == "int8":  # float32 by row is no faster with the one sequence that is usual here
         loaded = loaded._replace(model=for_decoding(loaded.model, "int8"))
+    if _TEXTS.value:
+        made = write_texts(
+            loaded,
+            Path(_OUTPUT.value),
+            _TEXTS.value,
+            _LENGTH.value,
+            prompt="".join(_PROMPT.value),
+            sampling=sampling,
+            seed=_SEED.value,
+        )
+        return {"output": _OUTPUT.value, "texts": len(made.texts), **_speed(made)}
     printer = Printer(_PROMPT.value, loaded.tokenizer.separator)
     terminal = sys.stdout.isatty()
     result = generate_text(
@@ -71,9 +88,23 @@ def main() -> dict[str, Any]:
         say(f"state saved to {_SAVE.value}")
     return {
         **({} if terminal else {"text": result.texts[0] if len(result.texts) == 1 else result.texts}),
-        "tokens": result.tokens,
-        "tokens_per_second": round(result.tokens / result.seconds, 1),
-        "seconds": round(result.seconds, 2),
+        **_speed(result),
+    }
+
+
+def _check_texts() -> None:
+    """Refuses --texts without --output and the reverse, and with flags that are for a single generation."""
+    if bool(_TEXTS.value) != bool(_OUTPUT.value):
+        raise InputError("--texts and --output belong together: give both, or neither")
+    if _TEXTS.value and (_SAVE.value or _LOAD.value or len(_PROMPT.value) > 1):
+        raise InputError("--texts begins all texts alike: leave out --save_state, --load_state and further --prompt")
+
+
+def _speed(made: Any) -> dict[str, Any]:
+    return {
+        "tokens": made.tokens,
+        "tokens_per_second": round(made.tokens / made.seconds, 1),
+        "seconds": round(made.seconds, 2),
     }
 
 

@@ -1,4 +1,4 @@
-"""Convert the small transformer that ships with t2r into an RNN, and report perplexity, speed and memory.
+"""Convert the small transformer that ships with t2r into an RNN; report its stories, perplexity, speed and memory.
 
 t2r quickstart [--workdir=runs/quickstart]
 
@@ -15,9 +15,16 @@ RESUMES = True  # after an interruption
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Directory for all outputs.")
 _DATA = flags.DEFINE_string(
-    "data", None, "Text to finetune and test on: builtin:NAME or text:FILE; default: builtin:pydoc."
+    "data",
+    None,
+    "Text to finetune and test on: builtin:NAME or text:FILE; default: builtin:stories.",
 )
-_STEPS = flags.DEFINE_integer("steps", None, "Finetuning steps; default: 150.", lower_bound=1)
+_STEPS = flags.DEFINE_integer(
+    "steps",
+    None,
+    "Finetuning steps of each conversion; default: those of configs/stories.py.",
+    lower_bound=1,
+)
 _LENGTHS = flags.DEFINE_list("lengths", ["128", "512", "1024", "2048"], "Generated lengths to measure, in tokens.")
 _BATCH = flags.DEFINE_integer("batch", 16, "Sequences decoded at a time.", lower_bound=1)
 

@@ -1,4 +1,4 @@
-"""Text from data specs: `builtin:pydoc`, `text:PATH` and `tfds:NAME`, each with three splits that do not overlap.
+"""Text from data specs: `builtin:NAME`, `text:PATH` and `tfds:NAME`, each with three splits that do not overlap.
 
 ` + ` between specs joins their data.
 """
@@ -14,6 +14,8 @@ from pathlib import Path
 from t2r.errors import InputError
 
 SPLITS = ("train", "valid", "test")
+# What the model builtin:stories wrote; stories.json, beside it, has the command.
+STORIES = Path(__file__).with_name("stories.txt.gz")
 # Directories of the standard library with tests, demonstrations or vendored and third-party packages.
 _NOT_PROSE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo"}
 
@@ -29,13 +31,16 @@ def load_documents(spec: str, split: str) -> list[str]:
     kind, _, name = spec.partition(":")
     if kind == "builtin" and name == "pydoc":
         return [text for name, text in pydoc_documents().items() if split in ("all", split_of(name))]
+    if kind == "builtin" and name == "stories":
+        stories = split_documents(read_text(STORIES))
+        return [story for number, story in enumerate(stories) if split in ("all", _split_of_bucket(number % 16))]
     if kind == "text" and name:
         return split_documents(split_text(read_text(Path(name)), split))
     if kind == "tfds" and name:
         from t2r.data.tfds_source import open_split
 
         return list(open_split(name, split, ["text"], lambda example: example["text"]))
-    raise InputError(f"unknown data {spec!r}: use builtin:pydoc, text:PATH (.gz too) or tfds:NAME")
+    raise InputError(f"unknown data {spec!r}: use builtin:stories, builtin:pydoc, text:PATH (.gz too) or tfds:NAME")
 
 
 def split_spec(spec: str) -> list[str]:
@@ -90,7 +95,10 @@ def split_documents(text: str) -> list[str]:
 
 def split_of(name: str) -> str:
     """A document's split, from a hash of its name: valid and test get 1 in 16 each, in every Python version."""
-    bucket = zlib.crc32(f"pydoc:{name}".encode()) % 16
+    return _split_of_bucket(zlib.crc32(f"pydoc:{name}".encode()) % 16)
+
+
+def _split_of_bucket(bucket: int) -> str:
     return {0: "valid", 1: "test"}.get(bucket, "train")
 
 

@@ -1,19 +1,22 @@
-"""Text generation from prompts, one or a batch: what `t2r generate` does."""
+"""Text generation from prompts, one or a batch, and of whole corpora: what `t2r generate` does."""
 
+import gzip
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from t2r.console import Progress
 from t2r.data.tokenizer import Tokenizer, prompt_ids, stop_ids
 from t2r.decode.generate import Generation, append_prompts, generate_tokens, prefill, truncate_at_stop
 from t2r.decode.sampling import Sampling
 from t2r.decode.state_file import load_generation, save_generation
 from t2r.environment import running_time
 from t2r.errors import InputError, check_seed
-from t2r.files import check_output_file
+from t2r.files import atomic_file, check_output_file
 from t2r.store.model_dir import LoadedModel
 
 MOST_TOKENS = 2**31 - 1  # positions are int32
+SEPARATOR = "\n<|endoftext|>\n"  # between the texts of a file
 SEGMENT = 64  # tokens per compiled loop, when nobody reads along
 _WINDOW = 32  # tokens that a stream decodes again with each new one, since a character may be of several tokens
 
@@ -77,6 +80,46 @@ def generate_text(
     if save_state:
         save_generation(Path(save_state), generation, model)
     return GeneratedText([tokenizer.decode(ids) for ids in sequences], sum(map(len, sequences)), seconds, generation)
+
+
+def write_texts(
+    loaded: LoadedModel,
+    path: Path,
+    count: int,
+    length: int,
+    *,
+    prompt: str = "",
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    batch: int = 128,
+) -> GeneratedText:
+    """Writes `count` texts to a file, divided by lines <|endoftext|>, as `text:FILE` reads them; .gz compresses it.
+
+    A text that has not ended after `length` tokens is left out: cut off, it would teach a model to stop anywhere.
+    """
+    check_output_file(path)
+    tokenizer = loaded.tokenizer
+    texts, tokens, seconds = [], 0, 0.0
+    with Progress("texts", count) as progress:
+        while len(texts) < count:
+            # As many each time, whatever `count` is: the first texts of a longer file are those of a shorter one.
+            made = generate_text(loaded, [prompt] * batch, length, sampling=sampling, seed=seed)
+            ended = [
+                (prompt + tokenizer.separator + text).strip()
+                for text, done in zip(made.texts, made.generation.done.tolist())
+                if done
+            ]
+            ended = list(filter(None, ended))
+            if not ended:
+                raise InputError(f"none of {batch} texts ended within length={length} tokens: raise the length")
+            ended = ended[: count - len(texts)]
+            texts, tokens, seconds, seed = [*texts, *ended], tokens + made.tokens, seconds + made.seconds, seed + 1
+            progress.advance(len(ended))
+    content = (SEPARATOR.join(texts) + "\n").encode()
+    with atomic_file(path) as unfinished:
+        # Without the time of compression, so that the same texts are the same file.
+        unfinished.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+    return GeneratedText(texts, tokens, seconds, made.generation)
 
 
 def _begin(

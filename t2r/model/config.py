@@ -403,8 +403,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper_lm": dict(_WIKITEXT_103, layers=32, dropout=0.2, layer_dropout=0.2),
     # The model that one follows, Baevski & Auli (2019): 16 layers, dropout 0.3, no layer dropout; 247M parameters.
     "baevski_lm": dict(_WIKITEXT_103, layers=16, dropout=0.3),
-    # Small enough to train on two CPU cores; the size of the pretrained model that ships with the package.
+    # Small enough to train on two CPU cores; the size of builtin:tiny_lm.
     "tiny_lm": dict(vocab_size=4096, layers=4, width=192, heads=3, feedforward=768),
+    # Writes short stories: a smaller vocabulary and more layers; the size of builtin:stories.
+    "tiny_stories": dict(vocab_size=2048, layers=6, width=192, heads=3, feedforward=768),
     # The paper's translation model (§3.2.2), "transformer large": 16 heads of 64 dimensions.
     "paper_mt": dict(
         _TRANSLATION, vocab_size=32_768, layers=6, encoder_layers=6, width=1024, heads=16, feedforward=4096, dropout=0.3

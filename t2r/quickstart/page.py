@@ -1,67 +1,159 @@
-"""The quickstart's report: one self-contained HTML file with tables, generated texts and plots."""
+"""The quickstart's report: one self-contained HTML file with stories, tables and plots, for readers new to all this."""
 
 import html
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from t2r.benchmark.page import decode_plot, describe, figure_svg, speed_table, table, write_page
-from t2r.benchmark.plots import OTHER, RNN, SOFTMAX
 from t2r.benchmark.steps import DecodeSpeed
+from t2r.page import describe, figure_svg, table, write_page
+from t2r.plots import COLORS, RNN, SOFTMAX, log_axes
+
+LABELS = {
+    "transformer": "transformer",
+    "swapped": "swapped, not finetuned",
+    "t2r": "T2R",
+    "window": "T2R with a window",
+}
+DRAWN = {"transformer": SOFTMAX, "t2r": RNN, "window": COLORS["t2r_75"]}
+NEXT = """t2r generate --model={model} --prompt="Lily found a key" --length=200 --temperature=0.7
+t2r convert --model=path/to/your/model --output=runs/mine --finetune"""
 
 
 class Report(NamedTuple):
-    """The results of the quickstart."""
+    """The results of the quickstart. The models are transformer, swapped, t2r and window."""
 
-    perplexity: dict[str, float]  # transformer, swapped, T2R → test perplexity
-    recovered: float  # (swapped - T2R) / (swapped - transformer) in test perplexity
-    validation: dict[int, float]  # finetuning step → validation perplexity; step 0: before finetuning
-    transformer_validation: float
-    transformer: list[DecodeSpeed]
-    rnn: list[DecodeSpeed]
-    formula_bytes: int  # size of the RNN's state by formula
+    parameters: int
+    layers: int
+    data: str
+    training_texts: int
+    steps: dict[str, int]  # t2r, window → finetuning steps
+    training_seconds: dict[str, float]
+    scores: dict[str, dict[str, float]]  # model → perplexity, recall
+    recovered: float  # (swapped - T2R) / (swapped - transformer) in perplexity
+    speeds: dict[str, list[DecodeSpeed]]  # transformer, t2r, window → speed by length
     prompt: str
-    texts: dict[str, str]  # model → generated continuation of the prompt
+    stories: dict[str, str]  # model → continuation of the prompt
+    models: dict[str, str]  # t2r, window → folder
     environment: dict[str, Any]
     seconds: float
 
 
 def write_report(path: Path, report: Report) -> None:
     """Writes the page, which loads nothing from elsewhere."""
-    title = "A transformer converted into an RNN"
-    parts = [
-        f"<p>The softmax attention of a pretrained transformer was replaced by linear attention with a learned feature "
-        f"map. The model was finetuned for {max(report.validation)} steps, and the feature map merged for inference. "
-        f"Finetuning recovered <b>{report.recovered:.1%}</b> of the perplexity that the swap cost.</p>",
-        table(["model", "test perplexity"], report.perplexity.items()),
-        f"<figure>{perplexity_plot(report)}</figure>",
-        "<h2>Decoding</h2>",
-        f"<p>Greedy decoding of {report.rnn[0].batch} sequences; median of repeated runs, without compilation. The "
-        f"transformer's cache has capacity for the whole length. The RNN's state has {report.rnn[0].state_bytes:,} "
-        f"bytes at every length; layers · batch · heads · k · (d + 1) · 4 = {report.formula_bytes:,} by formula.</p>",
-        speed_table(report.transformer, report.rnn),
-        f"<figure>{decode_plot(report.transformer, report.rnn)}</figure>",
-        f"<h2>Generated text</h2><p>Sampled, with the prompt “{html.escape(report.prompt)}”:</p>",
-        *(f"<h3>{name}</h3><pre>{html.escape(report.prompt + text)}</pre>" for name, text in report.texts.items()),
+    parts = [*_introduction(report), *_stories(report), *_quality(report), *_decoding(report), *_next(report)]
+    write_page(path, "A transformer becomes a recurrent network", parts)
+
+
+def _introduction(report: Report) -> list[str]:
+    last = {name: runs[-1] for name, runs in report.speeds.items()}
+    cost = {name: scores["perplexity"] for name, scores in report.scores.items()}
+    written = f"{report.training_texts:,} stories that the transformer had written itself"
+    if not report.data.startswith("builtin:"):
+        written = html.escape(report.data)
+    cards = {
+        "What was converted": f"A transformer of {report.parameters / 1e6:.1f} million parameters that writes stories. "
+        f"The softmax attention of all {report.layers} layers became linear attention (T2R).",
+        "What it cost": f"{report.training_seconds['t2r']:.0f} seconds of finetuning on {written}, and a "
+        f"perplexity of {cost['t2r']:.2f} where the transformer has {cost['transformer']:.2f}; with a window of exact "
+        f"attention, {report.training_seconds['window']:.0f} seconds and {cost['window']:.2f}.",
+        "What it brought": f"A state of constant size. At {last['t2r'].length:,} tokens T2R generates "
+        f"{last['transformer'].step_seconds / last['t2r'].step_seconds:.1f} times as fast as the transformer, with "
+        f"1/{last['transformer'].state_bytes / last['t2r'].state_bytes:.0f} of its memory.",
+    }
+    return [
+        "<p>A transformer remembers every token that it has read: the longer the text, the slower it writes and the "
+        "more memory it needs. A recurrent network keeps a state of constant size instead. This page shows one turned "
+        "into the other: its attention was replaced, and what that broke was repaired by a little finetuning.</p>",
+        f"<div class=beside>{''.join(f'<section><h3>{k}</h3><p>{v}</p></section>' for k, v in cards.items())}</div>",
+    ]
+
+
+def _stories(report: Report) -> list[str]:
+    titles = {"transformer": "Before", "swapped": "Between", "t2r": "After", "window": "After"}
+    cells = "".join(
+        f"<div><h3>{titles[name]}<br><small>{_subject(report, name)}</small></h3>"
+        f"<blockquote><b>{html.escape(report.prompt)}</b>{_lines(story)}</blockquote></div>"
+        for name, story in report.stories.items()
+    )
+    return [
+        "<h2>The same beginning, told by each model</h2>",
+        "<p>The beginning, in bold, was given; temperature 0.7, top-p 0.9, the same random seed. "
+        "The transformer is small: its stories read well, and do not always make sense.</p>",
+        f"<div class=beside>{cells}</div>",
+    ]
+
+
+def _subject(report: Report, name: str) -> str:
+    return f"{LABELS[name]}, {report.steps[name]} steps" if name in report.steps else LABELS[name]
+
+
+def _lines(text: str) -> str:
+    return html.escape(text).replace("\n", "<br>")
+
+
+def _quality(report: Report) -> list[str]:
+    rows = [(_subject(report, name), *(f"{value:.2f}" for value in s.values())) for name, s in report.scores.items()]
+    return [
+        "<h2>What was lost</h2>",
+        table(["model", "perplexity", "recall"], rows),
+        "<p><b>Perplexity:</b> how surprised the model is by held-out text; lower is better. 4 means: as unsure of the "
+        f"next token as if it chose among 4. Finetuning recovered {report.recovered:.1%} of what the swap cost.</p>",
+        "<p><b>Recall:</b> the perplexity of a text that the model has just read once, when it comes again; 1 is a "
+        "perfect memory. A state of constant size cannot keep everything.</p>",
+        "<p><b>T2R</b> is the method of the paper: attention is linear for all tokens, and its feature map, which "
+        "starts at random, is merged into the weights after finetuning. It gains from many more steps than these "
+        "(<code>--steps</code>).</p>",
+        "<p><b>With a window</b>, attention stays exact for the last 64 tokens and the first 4, and is linear for all "
+        "others; each attention is first fitted to the one it replaces. This is what <code>t2r convert</code> does "
+        "unless told otherwise.</p>",
+    ]
+
+
+def _decoding(report: Report) -> list[str]:
+    speeds, batch = report.speeds, report.speeds["t2r"][0].batch
+    names = [LABELS[name] for name in speeds]
+    rates = [(f"{runs[0].length:,}", *(f"{r.tokens_per_second:,.0f}" for r in runs)) for runs in zip(*speeds.values())]
+    sizes = [
+        (f"{runs[0].length:,}", *(f"{run.state_bytes / 2**20:,.1f}" for run in runs)) for runs in zip(*speeds.values())
+    ]
+    plots = [
+        _plot(speeds, "Speed, in tokens per second", lambda run: run.tokens_per_second),
+        _plot(speeds, "Memory of attention, in MiB", lambda run: run.state_bytes / 2**20),
+    ]
+    return [
+        "<h2>What was gained</h2>",
+        f"<p>{batch} texts are generated at a time, of the lengths below. Speed is measured over the last "
+        f"{speeds['t2r'][0].steps} tokens of each length, without compilation.</p>",
+        f"<div class=beside>{''.join(f'<figure>{plot}</figure>' for plot in plots)}</div>",
+        "<div class=beside>",
+        f"<div><h3>Tokens per second</h3>{table(['tokens', *names], rates)}</div>",
+        f"<div><h3>Memory of attention, in MiB</h3>{table(['tokens', *names], sizes)}</div>",
+        "</div>",
+    ]
+
+
+def _plot(speeds: dict[str, list[DecodeSpeed]], title: str, value: Callable[[DecodeSpeed], float]) -> str:
+    """SVG: a value of each model against length. Small, so that its labels stay legible on a narrow screen."""
+    figure = Figure(figsize=(5, 3.8))
+    axes = figure.subplots()
+    for name, runs in speeds.items():
+        axes.plot([run.length for run in runs], list(map(value, runs)), "o-", color=DRAWN[name], label=LABELS[name])
+    axes.set(xlabel="generated tokens", title=title)
+    log_axes(axes, [run.length for run in speeds["t2r"]])
+    axes.legend()
+    return figure_svg(figure)
+
+
+def _next(report: Report) -> list[str]:
+    return [
+        "<h2>What to do next</h2>",
+        "<p>Have the converted model tell another story, then convert a model of your own: a Hugging Face directory "
+        "(GPT-2, Llama, ...), a fairseq checkpoint or a GGUF file. Without <code>--data</code>, it writes its own "
+        "training text, as here.</p>",
+        f"<pre>{html.escape(NEXT.format(model=report.models['t2r']))}</pre>",
         f"<p><small>Made in {report.seconds:.0f} s on {html.escape(describe(report.environment))}. "
         "Method: Kasai et al. (2021), “Finetuning Pretrained Transformers into RNNs”.</small></p>",
     ]
-    write_page(path, title, parts)
-
-
-def perplexity_plot(report: Report) -> str:
-    """SVG: test perplexity of the three models, and validation perplexity during finetuning."""
-    figure = Figure(figsize=(10, 3.6))
-    bars, curve = figure.subplots(1, 2)
-    names, values = zip(*report.perplexity.items())
-    drawn = bars.barh(names, values, color=(SOFTMAX, OTHER, RNN))
-    bars.bar_label(drawn, [f"{value:.1f}" for value in values], padding=4)
-    bars.invert_yaxis()
-    bars.margins(x=0.15)
-    bars.set(xlabel="perplexity", title="Test")
-    curve.plot(report.validation.keys(), report.validation.values(), "o-", color=RNN, label="T2R")
-    curve.axhline(report.transformer_validation, color=SOFTMAX, linestyle="--", label="transformer")
-    curve.set(xlabel="finetuning step", ylabel="perplexity", title="Validation", ylim=(0, None))
-    curve.legend()
-    return figure_svg(figure)

@@ -1,4 +1,4 @@
-"""Converts the transformer that ships with t2r into an RNN: swap, finetune, merge, generate, measure, report."""
+"""Converts the transformer that ships with t2r into RNNs: swap, finetune, merge, generate, measure, report."""
 
 import json
 import os
@@ -10,26 +10,30 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from t2r import environment
-from t2r.benchmark.steps import DecodeSpeed, linear_state_bytes, measure_decoding
+from t2r.benchmark.steps import Decoder, DecodeSpeed
 from t2r.console import say, table
 from t2r.conversion.directory import convert_model, merge_model
 from t2r.data.prepared import stamps_of, tokenize
 from t2r.data.sources import load_documents
 from t2r.decode.sampling import Sampling
 from t2r.decode.text import generate_text
-from t2r.evaluation.perplexity import perplexity
+from t2r.evaluation.perplexity import document_perplexity
+from t2r.evaluation.recall import recall
 from t2r.files import make_folder, read_json, write_json
+from t2r.model.parameters import arrays_of, parameter_count
 from t2r.model.transformer import LanguageModel
-from t2r.quickstart.page import Report, write_report
+from t2r.quickstart.page import LABELS, Report, write_report
 from t2r.store import model_dir
 from t2r.store.model_dir import LoadedModel
 from t2r.training.config import conversion, load_config
-from t2r.training.metrics import read_metrics
 from t2r.training.trainer import train
 
-MODEL, CONFIG = "builtin:tiny_lm", "tiny_lm.py:t2r"
-PROMPT, TEXT_LENGTH = "Return a new", 120  # the prompt, and the number of tokens to generate
+MODEL = "builtin:stories"
+CONFIGS = {"t2r": "stories.py:t2r", "window": "stories.py:window"}  # conversion → its config; also its folder's name
+PROMPT, STORY_LENGTH = "Once upon a time, there was a big bear who lived in the forest.", 160  # in tokens
+SAMPLING = Sampling(temperature=0.7, top_p=0.9)
 LENGTHS = (128, 512, 1024, 2048)
+TIMED_STEPS = 32  # decoding steps that are timed at each length, the last ones
 
 
 def quickstart(
@@ -42,144 +46,180 @@ def quickstart(
 ) -> dict[str, Any]:
     """Converts the small pretrained transformer and writes report.html. Resumes an interrupted run in `workdir`.
 
-    Returns the perplexities, speeds and sizes, and the paths of the model and the report.
+    Returns the perplexities, speeds and sizes, and the paths of the models and the report.
     """
     began, workdir, lengths = time.monotonic(), Path(workdir), sorted(lengths)
     make_folder(workdir)
-    config = load_config(CONFIG)
-    config.data.source = data or config.data.source
-    config.steps = steps or config.steps
+    configs = {name: load(config, data, steps) for name, config in CONFIGS.items()}
 
     say(f"1/6  the transformer: {MODEL}")
     transformer = model_dir.load(MODEL)
-    converted = read_converted(workdir, config)
+    converted = read_converted(workdir, configs)
     if converted:
-        say(f"2-5  {workdir} has the converted model, its perplexities and texts: they are not computed again")
+        say(f"2-5  {workdir} has the converted models, their scores and stories: they are not computed again")
     else:
-        converted = convert(transformer, config, workdir)
-    scores, rnn = converted.perplexity, model_dir.load(workdir / "t2r")
+        converted = convert(transformer, configs, workdir)
 
     say(f"6/6  measure decoding at lengths {', '.join(map(str, lengths))}")
-    slow, fast = measure_both(transformer.model, rnn.model, lengths, batch)
+    models = {"transformer": transformer.model, **{name: model_dir.load(workdir / name).model for name in CONFIGS}}
+    speeds = measure(models, lengths, batch)
 
-    sizes = rnn.model.config
+    perplexities = {name: scores["perplexity"] for name, scores in converted.scores.items()}
+    lost = perplexities["swapped"] - perplexities["transformer"]
     report = Report(
-        perplexity=scores,
-        recovered=(scores["swapped"] - scores["T2R"]) / (scores["swapped"] - scores["transformer"]),
-        validation=converted.validation,
-        transformer_validation=converted.transformer_validation,
-        transformer=slow,
-        rnn=fast,
-        formula_bytes=linear_state_bytes(sizes.layers, batch, sizes.heads, sizes.attention[0].features, sizes.head_dim),
+        parameters=parameter_count(arrays_of(transformer.model)),
+        layers=transformer.model.config.layers,
+        training_texts=converted.training_texts,
+        data=configs["t2r"].data.source,
+        steps={name: config.steps for name, config in configs.items()},
+        training_seconds=converted.training_seconds,
+        scores=converted.scores,
+        recovered=(perplexities["swapped"] - perplexities["t2r"]) / lost,
+        speeds=speeds,
         prompt=PROMPT,
-        texts=converted.texts,
+        stories=converted.stories,
+        models={name: str(workdir / name) for name in CONFIGS},
         environment=environment.describe(),
         seconds=time.monotonic() - began,
     )
     path = workdir / "report.html"
     write_report(path, report)
     print_report(report, path)
+    return summary(report, path)
+
+
+def load(name: str, data: str | None, steps: int | None) -> ConfigDict:
+    """A config that ships, with other data and fewer or more steps if they are given."""
+    config = load_config(name)
+    config.data.source = data or config.data.source
+    if steps:
+        config.transfer.steps = config.transfer.steps * steps // config.steps
+        config.steps = steps
+    return config
+
+
+class Converted(NamedTuple):
+    """What is known of the models once they are converted; they themselves are in workdir/t2r and workdir/window."""
+
+    scores: dict[str, dict[str, float]]  # transformer, swapped, t2r, window → perplexity, recall
+    stories: dict[str, str]  # model → continuation of the prompt
+    training_texts: int
+    training_seconds: dict[str, float]  # t2r, window → seconds of finetuning
+
+
+def convert(transformer: LoadedModel, configs: dict[str, ConfigDict], workdir: Path) -> Converted:
+    """Swaps, finetunes, merges and generates; writes a folder for each conversion and, last, workdir/converted.json."""
+    data, tokenizer = configs["t2r"].data, transformer.tokenizer
+    tests = [tokenizer.encode(text) for text in load_documents(data.source, "test")]
+    pieces = [ids[i : i + data.length - 1] for ids in tests for i in range(0, len(ids), data.length - 1)]
+    stream = tokenize(tokenizer, load_documents(data.source, "test"))
+
+    def score(model: LanguageModel) -> dict[str, float]:
+        found = document_perplexity(model, pieces, start=tokenizer.end, window=data.length, quiet=True)
+        length = min(data.length, 2 * len(stream))
+        return {
+            "perplexity": found.perplexity,
+            "recall": recall(model, stream, length=length, sequences=16, quiet=True),
+        }
+
+    say("2/6  swap its attention: φ starts at random")
+    swapped = convert_model(transformer, **conversion(configs["t2r"]))
+    models = {"transformer": transformer, "swapped": swapped}
+    scores = {name: score(loaded.model) for name, loaded in models.items()}
+
+    seconds = {}
+    for number, (name, config) in enumerate(configs.items(), 3):
+        say(f"{number}/6  finetune {LABELS[name]} for {config.steps} steps")
+        finetuned = model_dir.load(train(config, workdir / "finetune" / name)["model"])
+        seconds[name] = finetuned.provenance["history"][-1]["seconds"]
+        # Attention with a window needs queries and keys beside φ of them: it stays as it is.
+        models[name] = finetuned if config.convert.window else merge_model(finetuned)
+        scores[name] = score(models[name].model)
+        model_dir.save(workdir / name, models[name], replace=True)
+
+    say("5/6  each tells a story")
+
+    def tell(loaded: LoadedModel) -> str:
+        return generate_text(loaded, [PROMPT], STORY_LENGTH, sampling=SAMPLING).texts[0]
+
+    converted = Converted(
+        scores=scores,
+        stories={name: tell(loaded) for name, loaded in models.items()},
+        training_texts=len(load_documents(data.source, "train")),
+        training_seconds=seconds,
+    )
+    write_json(workdir / "converted.json", {"request": request_of(configs), **converted._asdict()})
+    return converted
+
+
+def request_of(configs: dict[str, ConfigDict]) -> dict[str, Any]:
+    """All that the converted models depend on, as JSON."""
+    request = {name: json.loads(config.to_json()) for name, config in configs.items()}
+    return json.loads(json.dumps({"configs": request, "data": stamps_of(configs["t2r"].data.source)}))
+
+
+def read_converted(workdir: Path, configs: dict[str, ConfigDict]) -> Converted | None:
+    """What `convert` wrote for the same configs and data; None if it has not finished."""
+    path = workdir / "converted.json"
+    if not os.path.lexists(path) or not all((workdir / name).exists() for name in configs):
+        return None
+    content = read_json(path, "remove it: it is then computed again")
+    if content.pop("request", None) != request_of(configs) or content.keys() != set(Converted._fields):
+        return None
+    return Converted(**content)
+
+
+def measure(models: dict[str, LanguageModel], lengths: list[int], batch: int) -> dict[str, list[DecodeSpeed]]:
+    """Decoding speeds of each model at each length. They alternate, so that other load on the machine affects all."""
+    decoders = {name: Decoder(model, repeat_for=1.0) for name, model in models.items()}
+    speeds = {name: [] for name in models}
+    for length in lengths:
+        for name, decoder in decoders.items():
+            speeds[name].append(decoder.steps(batch, length, TIMED_STEPS))
+        figures = ", ".join(f"{LABELS[name]} {runs[-1].tokens_per_second:,.0f}" for name, runs in speeds.items())
+        say(f"     {length} tokens, in tokens/s: {figures}")
+    return speeds
+
+
+def summary(report: Report, path: Path) -> dict[str, Any]:
+    """The JSON line."""
+    speeds = report.speeds
+
+    def speedups(name: str) -> dict[str, float]:
+        pairs = zip(speeds["transformer"], speeds[name])
+        return {str(a.length): round(a.step_seconds / b.step_seconds, 2) for a, b in pairs}
+
+    def sizes(name: str) -> dict[str, int]:
+        return {str(speed.length): speed.state_bytes for speed in speeds[name]}
+
     return {
-        "transformer_perplexity": scores["transformer"],
-        "swapped_perplexity": scores["swapped"],
-        "t2r_perplexity": scores["T2R"],
+        **{f"{name}_perplexity": scores["perplexity"] for name, scores in report.scores.items()},
+        **{f"{name}_recall": scores["recall"] for name, scores in report.scores.items()},
         "recovered": report.recovered,
-        "speedup": {str(a.length): round(a.seconds / b.seconds, 2) for a, b in zip(slow, fast)},
-        "state_bytes": {str(speed.length): speed.state_bytes for speed in fast},
-        "transformer_state_bytes": {str(speed.length): speed.state_bytes for speed in slow},
-        "model": str(workdir / "t2r"),
+        "speedup": speedups("t2r"),
+        "window_speedup": speedups("window"),
+        "state_bytes": sizes("t2r"),
+        "window_state_bytes": sizes("window"),
+        "transformer_state_bytes": sizes("transformer"),
+        "model": report.models["t2r"],
+        "window_model": report.models["window"],
         "report": str(path),
         "seconds": round(report.seconds),
     }
 
 
-class Converted(NamedTuple):
-    """What is known of a model once it is converted; the model itself is in workdir/t2r."""
-
-    perplexity: dict[str, float]  # transformer, swapped, T2R → test perplexity
-    transformer_validation: float
-    validation: dict[int, float]  # finetuning step → validation perplexity
-    texts: dict[str, str]  # model → generated continuation of the prompt
-
-
-def convert(transformer: LoadedModel, config: ConfigDict, workdir: Path) -> Converted:
-    """Swaps, finetunes, merges and generates; writes workdir/t2r and, last, workdir/converted.json."""
-    tokenizer = transformer.tokenizer
-    splits = {split: tokenize(tokenizer, load_documents(config.data.source, split)) for split in ("valid", "test")}
-
-    def score(model: LanguageModel, split: str = "test") -> float:
-        return perplexity(model, splits[split], start=tokenizer.end).perplexity
-
-    say("2/6  swap its attention")
-    swapped = convert_model(transformer, **conversion(config))
-    scores = {"transformer": score(transformer.model), "swapped": score(swapped.model)}
-    validation = {0: score(swapped.model, "valid")}
-
-    say(f"3/6  finetune for {config.steps} steps")
-    result = train(config, workdir / "finetune")
-    finetuned = model_dir.load(result["model"])
-    scores["T2R"] = score(finetuned.model)
-    validation |= validation_curve(workdir / "finetune")
-
-    say("4/6  merge φ into the projections")
-    rnn = merge_model(finetuned)
-    model_dir.save(workdir / "t2r", rnn, replace=True)
-
-    say("5/6  generate")
-    models = {"transformer": transformer, "swapped, not finetuned": swapped, "T2R": rnn}
-    sampling = Sampling(0.8, top_p=0.95)
-    texts = {
-        name: generate_text(model, [PROMPT], TEXT_LENGTH, sampling=sampling).texts[0] for name, model in models.items()
-    }
-    converted = Converted(scores, score(transformer.model, "valid"), validation, texts)
-    write_json(workdir / "converted.json", {"request": request_of(config), **converted._asdict()})
-    return converted
-
-
-def request_of(config: ConfigDict) -> dict[str, Any]:
-    """All that the converted model depends on, as JSON."""
-    return json.loads(json.dumps({"config": json.loads(config.to_json()), "data": stamps_of(config.data.source)}))
-
-
-def read_converted(workdir: Path, config: ConfigDict) -> Converted | None:
-    """What `convert` wrote for the same config and data; None if it has not finished."""
-    path = workdir / "converted.json"
-    if not os.path.lexists(path) or not (workdir / "t2r").exists():
-        return None
-    content = read_json(path, "remove it: it is then computed again")
-    if content.pop("request", None) != request_of(config) or content.keys() != set(Converted._fields):
-        return None
-    validation = {int(step): score for step, score in content.pop("validation").items()}
-    return Converted(validation=validation, **content)
-
-
-def validation_curve(workdir: Path) -> dict[int, float]:
-    """step → validation perplexity, from the metrics of the run."""
-    lines = read_metrics(workdir / "metrics.jsonl")
-    return {line["step"]: line["valid_perplexity"] for line in lines if "valid_perplexity" in line}
-
-
-def measure_both(
-    transformer: LanguageModel, rnn: LanguageModel, lengths: list[int], batch: int
-) -> tuple[list[DecodeSpeed], list[DecodeSpeed]]:
-    """Decoding speeds of both models at each length. They alternate, so that other load on the machine affects both."""
-    slow, fast = [], []
-    for length in lengths:
-        slow.append(measure_decoding(transformer, length, batch=batch))
-        fast.append(measure_decoding(rnn, length, batch=batch))
-        first, second = (f"{speeds[-1].tokens_per_second:,.0f}" for speeds in (slow, fast))
-        say(f"     {length} tokens: transformer {first} tokens/s, RNN {second}")
-    return slow, fast
-
-
 def print_report(report: Report, path: Path) -> None:
-    """Prints the figures of the report as plain tables."""
-    print(table(["model", "test perplexity"], report.perplexity.items()))
+    """Prints the figures of the report as plain tables, and its stories."""
+    rows = [(LABELS[name], scores["perplexity"], scores["recall"]) for name, scores in report.scores.items()]
+    print(table(["model", "perplexity", "recall"], rows))
     print(f"\nfinetuning recovered {report.recovered:.1%} of the perplexity that the swap cost\n")
-    headers = ["generated tokens", "transformer tokens/s", "RNN tokens/s", "speedup", "transformer bytes", "RNN bytes"]
+    names = list(report.speeds)
+    headers = ["generated tokens", *(f"{LABELS[name]}{unit}" for unit in (", tokens/s", ", MiB") for name in names)]
     rows = [
-        (a.length, a.tokens_per_second, b.tokens_per_second, a.seconds / b.seconds, a.state_bytes, b.state_bytes)
-        for a, b in zip(report.transformer, report.rnn)
+        (runs[0].length, *(run.tokens_per_second for run in runs), *(run.state_bytes / 2**20 for run in runs))
+        for runs in zip(*report.speeds.values())
     ]
     print(table(headers, rows))
-    print(f"\nthe RNN's continuation of {report.prompt!r}:{report.texts['T2R']}\n\nreport: {path}")
+    for name, story in report.stories.items():
+        print(f"\n{LABELS[name]}:\n{report.prompt}{story}")
+    print(f"\nreport: {path}")

@@ -9,11 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from t2r.benchmark.plots import RNN, SOFTMAX, styled, value_axis
 from t2r.errors import raise_all
 from t2r.files import read_json
 from t2r.model.config import ModelConfig
 from t2r.model.state_size import sequence_bytes
+from t2r.plots import RNN, SOFTMAX, styled, value_axis
 from t2r.store import model_dir
 
 NOT_CONVERTED = ("transformer", "control")  # names of models that are drawn in the other colour, without a line

@@ -7,10 +7,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from t2r.benchmark.page import decode_plot, describe, figure_svg, speed_table, table, write_page
-from t2r.benchmark.plots import RNN, SOFTMAX, log_values, value_axis
+from t2r.benchmark.page import decode_plot, speed_table
 from t2r.benchmark.steps import DecodeSpeed
 from t2r.evaluation.damage import Damage, bars
+from t2r.page import describe, figure_svg, table, write_page
+from t2r.plots import RNN, SOFTMAX, log_values, value_axis
 from t2r.workflow.curve import draw, measures_of, words
 
 LABELS = {"perplexity": "perplexity", "bleu": "BLEU", "chrf": "chrF"}  # scores that the table shows, besides recall

@@ -126,6 +126,9 @@ def test_converts_table_says_which_tokens_are_exact(saved_lm, tmp_path, capsys):
         (["convert", "--window=999999999"], "must be at most 65,536"),
         (["evaluate", "--data=builtin:pydoc", "--recall=1000000000"], "recall over 1000000000 tokens needs a text"),
         (["generate", "--length=99999999999999999999"], "at most 2,147,483,647"),
+        (["generate", "--texts=3"], "--texts and --output belong together"),
+        (["generate", "--texts=3", "--output=o.txt", "--prompt=a", "--prompt=b"], "--texts begins all texts alike"),
+        (["generate", "--texts=9", "--output=o.txt", "--length=1"], "of 128 texts ended within length=1 tokens"),
         (["generate", "--load_state=tests"], "tests is a folder, not a state file"),
         (["damage", "--data=builtin:pydoc", "--window=0"], "--window=0"),
         (["damage", "--data=builtin:pydoc", "--sinks=-1"], "--sinks=-1"),
@@ -196,25 +199,34 @@ def test_convert_translate_evaluate(saved_translator, tmp_path):
 
 @pytest.mark.slow
 def test_the_quickstart_runs_from_end_to_end(tmp_path):
-    """On a text the model was not trained on, with few steps and short lengths; the report is self-contained."""
+    """On few stories, with few steps and short lengths; the report is self-contained."""
     text = tmp_path / "text.txt"
-    text.write_text("\n\n".join(load_documents("builtin:pydoc", "test"))[:60_000])
-    options = [f"--workdir={tmp_path}/run", f"--data=text:{text}", "--steps=4", "--lengths=8", "--batch=2"]
+    text.write_text("\n<|endoftext|>\n".join(load_documents("builtin:stories", "test")))
+    options = [f"--workdir={tmp_path}/run", f"--data=text:{text}", "--steps=4", "--lengths=8,16", "--batch=2"]
     run = t2r("quickstart", *options)
     summary = result(run)
     assert summary["transformer_perplexity"] < summary["t2r_perplexity"] < summary["swapped_perplexity"]
-    assert summary["speedup"].keys() == {"8"} == summary["state_bytes"].keys()
+    assert summary["transformer_perplexity"] < summary["window_perplexity"] < summary["t2r_perplexity"]
+    assert summary["transformer_recall"] > 1 and summary["window_recall"] > 1
+    for name in ("speedup", "state_bytes", "window_speedup", "window_state_bytes", "transformer_state_bytes"):
+        assert summary[name].keys() == {"8", "16"}
+    assert summary["state_bytes"]["8"] == summary["state_bytes"]["16"]
     page = Path(summary["report"]).read_text()
-    assert page.count("<svg") == 2 and "<table>" in page
+    assert page.count("<svg") == 2 and page.count("<table>") == 3 and page.count("<blockquote>") == 4
+    for figure in ("transformer_perplexity", "swapped_recall", "window_perplexity"):
+        assert f"<td>{summary[figure]:.2f}</td>" in page
     assert not any(external in page for external in ("<script src", "<link", 'src="http', "@import"))
     assert "<small>Made in" in page and "with Python" in page and "{" not in page.partition("<small>")[2]
     assert "merge" in (tmp_path / "run" / "t2r" / "provenance.json").read_text()
 
-    before = snapshot(tmp_path / "run" / "finetune"), snapshot(tmp_path / "run" / "t2r")
+    assert "merge" not in (tmp_path / "run" / "window" / "provenance.json").read_text()
+
+    folders = [tmp_path / "run" / name for name in ("finetune", "t2r", "window")]
+    before = [snapshot(folder) for folder in folders]
     again = t2r("quickstart", *options)
     assert "they are not computed again" in again.stderr and "finetune" not in again.stderr
-    assert (snapshot(tmp_path / "run" / "finetune"), snapshot(tmp_path / "run" / "t2r")) == before
-    measured = ("speedup", "seconds")
+    assert [snapshot(folder) for folder in folders] == before
+    measured = ("speedup", "window_speedup", "seconds")
     kept, first = ({k: v for k, v in r.items() if k not in measured} for r in (result(again), summary))
     assert kept == first
 

@@ -1,11 +1,15 @@
 """Text sources: splits that do not overlap, and files that are refused."""
 
 import gzip
+import hashlib
+import json
 
 import pytest
 
-from t2r.data.sources import SPLITS, load_documents, pydoc_documents, split_of
+from t2r.data.sources import SPLITS, STORIES, load_documents, pydoc_documents, split_of
 from t2r.errors import InputError
+from t2r.evaluation.perplexity import document_perplexity
+from t2r.store import model_dir
 
 
 def test_pydoc_splits_are_prose_and_do_not_overlap():
@@ -25,6 +29,25 @@ def test_a_documents_split_depends_only_on_its_name():
     assert [split_of(name) for name in ("topic/if", "module/abc.py", "module/types.py")] == ["valid", "train", "train"]
     names = pydoc_documents().keys()
     assert {split_of(name) for name in names} == set(SPLITS)
+
+
+def test_stories_are_what_their_provenance_says_and_splits_do_not_overlap():
+    text, said = gzip.decompress(STORIES.read_bytes()), json.loads(STORIES.with_name("stories.json").read_text())
+    assert (len(text), hashlib.sha256(text).hexdigest()) == (said["bytes"], said["sha256"])
+    documents = {split: load_documents("builtin:stories", split) for split in SPLITS}
+    everything = load_documents("builtin:stories", "all")
+    assert len(everything) == said["stories"] == len(set(everything)) == sum(map(len, documents.values()))
+    assert f"--texts={said['stories']} " in said["command"] and "--model=builtin:stories" in said["command"]
+    assert [len(documents[split]) for split in ("valid", "test")] == [94, 94]
+
+
+@pytest.mark.slow
+def test_the_model_that_wrote_the_stories_finds_them_likely():
+    """At a temperature below 1, a model's own text surprises it less than text of its training data does."""
+    model, tokenizer, provenance = model_dir.load("builtin:stories")
+    stories = [tokenizer.encode(story) for story in load_documents("builtin:stories", "test")[:8]]
+    own = document_perplexity(model, stories, start=tokenizer.end, window=256, quiet=True).perplexity
+    assert own < 0.75 * provenance["history"][0]["valid_perplexity"]
 
 
 def test_a_file_is_split_into_consecutive_parts(tmp_path):
@@ -71,7 +94,7 @@ def test_files_that_are_not_text_are_refused(tmp_path, name, content, message):
 
 def test_unknown_sources_and_splits_are_refused(tmp_path):
     for spec in ("builtin:wikipedia", "text:", "file.txt"):
-        with pytest.raises(InputError, match="builtin:pydoc, text:PATH"):
+        with pytest.raises(InputError, match="builtin:stories, builtin:pydoc, text:PATH"):
             load_documents(spec, "all")
     with pytest.raises(InputError, match="train, valid, test, all"):
         load_documents("builtin:pydoc", "dev")

@@ -1,5 +1,6 @@
 """Generation does not depend on batching, chunks, or saving in between, for every kind of model."""
 
+import gzip
 import time
 
 import jax
@@ -9,14 +10,14 @@ import pytest
 
 from conftest import WINDOW, error, make_model, micro, random_tokens, slow_but
 from t2r import environment
-from t2r.benchmark.steps import linear_state_bytes, measure_decoding
+from t2r.benchmark.steps import Decoder, linear_state_bytes
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
 from t2r.decode import generate
 from t2r.decode.generate import append_prompts, fork, generate_tokens, prefill, state_bytes
 from t2r.decode.sampling import Sampling, choose
 from t2r.decode.state_file import load_generation, save_generation
-from t2r.decode.text import generate_text
+from t2r.decode.text import SEPARATOR, generate_text, write_texts
 from t2r.errors import InputError
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.store import model_dir
@@ -162,7 +163,7 @@ def test_the_state_of_an_rnn_has_the_constant_size_of_the_formula():
 
 
 def test_the_benchmark_counts_what_it_generates():
-    measured = measure_decoding(model_of("merged"), 8, batch=2, repeat_for=0.01)
+    measured = Decoder(model_of("merged"), repeat_for=0.01).steps(2, 8, 8)
     assert measured.tokens_per_second == pytest.approx(16 / measured.seconds) and measured.compile_seconds > 0
 
 
@@ -248,3 +249,16 @@ def test_text_is_streamed_token_by_token(saved_lm):
     assert "".join(pieces) == whole.texts[0] and whole.tokens > 70
     assert len(pieces) == whole.tokens + (whole.tokens < 90) + 1, "one piece per token, one for a stop, one at the end"
     assert generate_text(loaded, ["The"], 90, sampling=sampling, seed=6).texts == whole.texts
+
+
+def test_a_file_of_texts_has_those_that_ended(tmp_path, saved_lm):
+    """At a length at which some texts of a random model end; a shorter file has the first texts of a longer one."""
+    loaded, options = model_dir.load(saved_lm), dict(prompt="The", sampling=Sampling(1.0), batch=16)
+    made = write_texts(loaded, tmp_path / "five.txt", 5, 64, **options)
+    texts = (tmp_path / "five.txt").read_bytes().decode().removesuffix("\n").split(SEPARATOR)
+    assert texts == made.texts and len(texts) == 5 and all(text.startswith("The") for text in texts)
+    write_texts(loaded, tmp_path / "two.txt.gz", 2, 64, **options)
+    assert gzip.decompress((tmp_path / "two.txt.gz").read_bytes()).decode() == SEPARATOR.join(texts[:2]) + "\n"
+    all_of_a_batch = generate_text(loaded, ["The"] * 16, 64, sampling=Sampling(1.0))
+    ended = [text for text, done in zip(all_of_a_batch.texts, all_of_a_batch.generation.done.tolist()) if done]
+    assert 0 < len(ended) < 16 and texts[: len(ended)] == [("The" + text).strip() for text in ended][:5]

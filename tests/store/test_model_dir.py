@@ -15,6 +15,7 @@ from t2r.errors import InputError
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.store import model_dir
 from t2r.store.model_dir import LoadedModel
+from t2r.training.config import load_config
 
 
 @pytest.fixture
@@ -127,9 +128,18 @@ def test_other_directories_are_refused(tmp_path, saved):
         model_dir.load(path)
 
 
-def test_the_model_that_ships_is_small_and_has_its_provenance():
-    path = model_dir.resolve("builtin:tiny_lm")
+@pytest.mark.parametrize("name, data", [("tiny_lm", "builtin:pydoc"), ("stories", "text:stories.txt")])
+def test_models_that_ship_are_small_and_have_their_provenance(name, data):
+    path = model_dir.resolve(f"builtin:{name}")
     assert sum(file.stat().st_size for file in path.iterdir()) < 8_000_000
     entry = model_dir.load(path).provenance["history"][0]
-    assert entry["action"] == "train" and entry["config"]["data"]["source"] == "builtin:pydoc"
+    assert entry["action"] == "train" and entry["config"]["data"]["source"] == data
     assert entry["environment"]["device"] and entry["valid_perplexity"] > 1
+
+
+def test_the_config_that_trained_the_stories_model_is_the_one_that_ships():
+    entry = model_dir.load("builtin:stories").provenance["history"][0]
+    for name in ("steps", "data", "model", "optimizer"):
+        used, shipped = entry["config"][name], load_config("stories:transformer")[name]
+        assert used == shipped if name == "steps" else used.items() <= dict(shipped).items(), name
+    assert "51,938 stories written by stories15M" in entry["data"] and "MIT" in entry["data"]
