@@ -190,7 +190,7 @@ def test_the_command_gives_what_the_harness_finds_of_the_exported_model(saved, t
         (tmp_path / "tasks" / f"{name}.yaml").write_text(text)
     lines = PROSE.splitlines()
     documents = [
-        dict(question=line[: 9 * i + 3], choices=[line[9 * i + 3 :], " a lamp", " why"], text=line * (i + 1))
+        dict(question=line[: 9 * i + 3], choices=[line[9 * i + 3 :][:12], " a lamp", " why"], text=line * (i + 1))
         for i, line in enumerate(lines[::60])
     ]
     (tmp_path / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
