@@ -26,7 +26,7 @@ attention is computed by a recurrence{state}.
 ## How to use it
 
 The model is not part of `transformers`: its code, in plain torch, is in `modeling_t2r.py`, which is loaded with
-`trust_remote_code=True`.{libraries}
+`trust_remote_code=True`. It needs `torch` and `transformers` 5 or newer.{libraries}
 
 ```python
 {example}

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from t2r.data.tokenizer import Hub, Tokenizer, TokenizerPair, decoder_start_ids, stop_ids
+from t2r.data.tokenizer import Hub, Tokenizer, TokenizerPair, Words, decoder_start_ids, stop_ids
 from t2r.errors import InputError
 from t2r.export import card
 from t2r.export.directory import EXAMPLES, around
@@ -212,6 +212,7 @@ def save_own(folder: Path, config: ModelConfig, tokenizer: Tokenizer | Tokenizer
             "folder": place,
             "before": list(before),
             "after": list(after),
+            "special": _special(side, tokenizer),
             "tokens": _padded(side.tokens(), size),
         }
         for name, place, side, (before, after), size in zip(
@@ -230,6 +231,14 @@ def _files(tokenizer: Tokenizer) -> set[str]:
     """The names of the files that a tokenizer may write."""
     names = ("file", "ids_file", "vocabulary_file", "languages_file")
     return {getattr(tokenizer, name) for name in names if hasattr(tokenizer, name)}
+
+
+def _special(side: Tokenizer, tokenizer: Tokenizer | TokenizerPair) -> list[int]:
+    """The tokens that are not text. In those of whole words, the end token is: a line end."""
+    if isinstance(side, Words):
+        return []
+    found = [value for value in special_ids(tokenizer).values() if value is not None]
+    return sorted({i for value in found for i in (value if isinstance(value, list) else [value])})
 
 
 def _padded(tokens: list[str], size: int) -> list[str]:

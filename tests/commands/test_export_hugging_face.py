@@ -327,6 +327,11 @@ def test_every_tokenizer_gives_the_same_tokens_and_texts(tmp_path, tokenizer):
             assert theirs(text).input_ids == expected
             ids = [i for i in target.encode(text) if i not in theirs.all_special_ids]
             assert theirs.decode(ids, skip_special_tokens=True) == target.decode(ids)
+        if isinstance(target, Words):  # whose end token is a line end
+            assert theirs.decode([*ids, target.end, *ids], skip_special_tokens=True).count("\n") == 1
+        else:
+            assert theirs.decode(theirs.eos_token_id) == theirs.eos_token
+            assert theirs.decode([*ids, target.stop], skip_special_tokens=True) == target.decode(ids)
         if pair and target.kind != "hub":
             assert theirs(text_target=texts[0]).input_ids == [*target.encode(texts[0]), target.stop]
         batch = theirs([*texts, "fox"], padding=True)

@@ -190,7 +190,7 @@ def test_the_command_gives_what_the_harness_finds_of_the_exported_model(saved, t
         (tmp_path / "tasks" / f"{name}.yaml").write_text(text)
     lines = PROSE.splitlines()
     documents = [
-        dict(question=line[: 9 * i + 3], choices=[line[9 * i + 3 :], " a lamp", " why"], text=line * (i + 1))
+        dict(question=line[: 9 * i + 3], choices=[line[9 * i + 3 :][:12], " a lamp", " why"], text=line * (i + 1))
         for i, line in enumerate(lines[::60])
     ]
     (tmp_path / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
@@ -214,4 +214,5 @@ def test_the_command_gives_what_the_harness_finds_of_the_exported_model(saved, t
         results[name] = json.loads(file.read_text())["results"]
     for task, scores in results["t2r"].items():
         measured = {measure: score for measure, score in scores.items() if isinstance(score, float)}
-        assert measured and all(np.isclose(score, results["hf"][task][m], rtol=1e-4) for m, score in measured.items())
+        theirs = {measure: results["hf"][task][measure] for measure in measured}
+        assert measured == pytest.approx(theirs, rel=1e-3)

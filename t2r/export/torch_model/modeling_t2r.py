@@ -766,9 +766,12 @@ class T2RPreTrainedModel(PreTrainedModel, GenerationMixin):
 
     def new_cache(self, batch, source=None):
         """The state before the first token of each sequence."""
-        table = next(self.embedding.parameters())
-        states = [block.attention.empty_state(batch, table.device, table.dtype) for block in self.decoder.blocks]
-        return T2RCache(states, torch.zeros(batch, dtype=torch.long, device=table.device), source)
+        states = []
+        for block in self.decoder.blocks:  # which may be on different devices
+            weight = block.attention.value.weight
+            states.append(block.attention.empty_state(batch, weight.device, weight.dtype))
+        device = next(self.embedding.parameters()).device
+        return T2RCache(states, torch.zeros(batch, dtype=torch.long, device=device), source)
 
     def decode(self, tokens, attention_mask, cache):
         """The last hidden layer of each token; the cache is then after these tokens."""

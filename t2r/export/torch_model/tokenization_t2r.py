@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizer
 
 class T2RTokenizer(PreTrainedTokenizer):
     """`tokenizer_t2r.json` has for source and target (one and the same in a language model) the tokens in the order of
-    their ids, those before and after a text, and the folder of the other files."""
+    their ids, those before and after a text, special ones, and the folder of the other files."""
 
     vocab_files_names = FILES  # replaced by the files of this model
     model_input_names = ("input_ids", "attention_mask")
@@ -53,8 +53,16 @@ class T2RTokenizer(PreTrainedTokenizer):
 
     def _decode(self, token_ids, skip_special_tokens=False, **kwargs):
         ids = [token_ids] if isinstance(token_ids, int) else [int(i) for i in token_ids]
-        special = set(self.all_special_ids) if skip_special_tokens else set()
-        return self.sides["target"].decode([i for i in ids if i not in special])
+        target = self.sides["target"]
+        if skip_special_tokens:
+            return target.decode([i for i in ids if i not in target.special])
+        text, ordinary = "", []
+        for i in ids:
+            if i in target.special:
+                text, ordinary = text + target.decode(ordinary) + target.tokens[i], []
+            else:
+                ordinary.append(i)
+        return text + target.decode(ordinary)
 
     def save_vocabulary(self, save_directory, filename_prefix=None):
         copies = []
@@ -71,4 +79,5 @@ class Side:
     def __init__(self, folder, side):
         self.encode, self.decode = tokenizer(folder)
         self.tokens, self.before, self.after = side["tokens"], side["before"], side["after"]
+        self.special = set(side["special"])
         self.ids = {token: i for i, token in enumerate(self.tokens)}
