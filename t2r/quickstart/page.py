@@ -102,7 +102,7 @@ def _quality(report: Report) -> list[str]:
         "<p><b>Perplexity:</b> how surprised the model is by held-out text; lower is better. 4 means: as unsure of the "
         f"next token as if it chose among 4. Finetuning recovered {report.recovered:.1%} of what the swap cost.</p>",
         "<p><b>Recall:</b> the perplexity of a text that the model has just read once, when it comes again; 1 is a "
-        "perfect memory. A state of constant size cannot keep everything.</p>",
+        "perfect memory. This transformer is too small to have learned to repeat; one that has loses more of it.</p>",
         "<p><b>T2R</b> is the method of the paper: attention is linear for all tokens, and its feature map, which "
         "starts at random, is merged into the weights after finetuning. It gains from many more steps than these "
         "(<code>--steps</code>).</p>",
