@@ -284,6 +284,10 @@ class Hub:
     def decode(self, ids: Sequence[SupportsIndex]) -> str:
         return self._tokens.decode([int(i) for i in ids])
 
+    def piece(self, token: int) -> str:
+        """A token as it stands in `tokenizer.json`, also a special one; "" if there is none with this id."""
+        return (self._tokens.id_to_token(token) if token >= 0 else None) or ""
+
     def save(self, folder: Path) -> None:
         (folder / self.file).write_text(self._content, "utf-8")
         ids = {"begin": self._begin, "stop": self.stop, "start": self.start, "other_stops": self.other_stops}

@@ -7,6 +7,7 @@ which the programs are compiled once.
 """
 
 import functools
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ class Slots:
         advice = lambda free: "reduce --slots, or --capacity if the model has softmax layers"  # noqa: E731
         require_memory(needed, f"the state of {count} slots of {capacity:,} tokens", advice)
         # Prompts that are read in one call: one for a single request, more when many begin together.
-        many = max(count // 16, 1)
+        many = max(count // 8, min(count, 4))
         self._rows = {CHUNKS[0]: sorted({1, many}), CHUNKS[1]: sorted({1, max(many // 8, 1)})}
         self.clear()
 
@@ -132,6 +133,22 @@ class Slots:
         mask[list(active)] = True
         self._sequences, tokens, extra = _step(self._graph, self._arrays, self._sequences, mask, log_probs)
         return tokens, extra
+
+    def warm_up(self, *, everything: bool) -> None:
+        """Compiles the programs for one short sequence, or with `everything` those for all numbers and lengths."""
+        counts = dict.fromkeys(min(8**power, self.count) for power in range(self.count.bit_length() // 3 + 2))
+        spaces = [self._space_for(1)]
+        while everything and spaces[-1] < self._space_for(self.capacity):
+            spaces.append(2 * spaces[-1])
+        chunks = CHUNKS if everything else CHUNKS[:1]
+        for count, space in itertools.product(counts if everything else [1], spaces):
+            self.fit(count, space)
+            self.begin(0, None, 0, Sampling(), jnp.zeros(2, jnp.uint32))
+            for chunk, rows in ((chunk, rows) for chunk in chunks for rows in self._rows[chunk] if rows <= count):
+                self.read(range(rows), [[0]] * rows, chunk)
+            self.copy(0, 1)
+            self.step([0], False)[0].block_until_ready()
+        self.clear()
 
     def copy(self, slot: int, length: int) -> DecodeState:
         """A copy of the state in a slot, which has read `length` tokens."""
