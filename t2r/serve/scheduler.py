@@ -9,6 +9,7 @@ in the scheduler's thread, those of a turn together.
 """
 
 import collections
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -196,8 +197,8 @@ class Scheduler:
             if time.monotonic() > closing:
                 self._fail(Problem(503, "the server was shut down before the answer was complete"))
         self._admit()
-        self._fit()
         self._read_prompts()
+        self._fit()
         step = self._step()
         self._hand_out(self._last_step)
         self._last_step = step
@@ -218,8 +219,9 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Puts waiting sequences into the first free slots, with the longest part of their prompt that is known."""
-        free = [slot for slot in range(self.slots.count) if slot not in self._in_slots] if self._waiting else []
-        for slot in free[: len(self._waiting)]:
+        free = (slot for slot in range(self.slots.count) if slot not in self._in_slots)
+        begun = []  # with the state that each begins with
+        for slot in itertools.islice(free, len(self._waiting)):
             sequence = self._waiting.popleft()
             request, state = sequence.request, None
             if sequence.start is not None:
@@ -230,16 +232,20 @@ class Scheduler:
                 self.counters.cached_tokens += sequence.read
             if sequence.choice == 0:
                 self.counters.prompt_tokens += len(request.ids)
-            sequence.slot, sequence.start, self._in_slots[slot] = slot, None, sequence
-            self._fit()
+            sequence.slot, sequence.start = slot, None
+            begun.append((sequence, state))
+        self._in_slots |= {sequence.slot: sequence for sequence, _ in begun}
+        self._fit()
+        for sequence, state in begun:
+            request, sampling = sequence.request, sequence.request.sampling
             key = _key(np.uint32(request.seed), np.uint32(sequence.choice))
-            self.slots.begin(slot, state, request.ids[-1], request.sampling, key)
+            self.slots.begin(sequence.slot, state, request.ids[-1], sampling, key)
             if not sequence.unread:
                 self._prompt_is_read(sequence)
 
     def _fit(self) -> None:
         """Arrays large enough for what is in the slots, and for what the next chunk or step adds."""
-        if self._in_slots:
+        if self._in_slots:  # one more than is read: a step reads the last token
             longest = max(s.read + (min(len(s.unread), self._chunk(s)) or 1) for s in self._in_slots.values())
             self.slots.fit(max(self._in_slots) + 1, longest)
 
