@@ -96,7 +96,8 @@ class Server:
     async def _race(self, request: HttpRequest) -> Response:
         def described(model: ServedModel) -> dict[str, Any]:
             before, per_token = model.state_bytes
-            return {"name": model.name, "state": before, "state_per_token": per_token, "capacity": model.capacity}
+            sizes = {"state": before, "state_per_token": per_token, "capacity": model.capacity}
+            return {"name": model.name, "kind": model.kind, **sizes}
 
         return JSONResponse([described(model) for model in self.models.values()])
 

@@ -41,7 +41,8 @@ class Asked:
     model: str
     requests: list[Request]
     stream: bool
-    usage_in_stream: bool
+    usage_at_end: bool  # of a stream
+    usage_in_parts: bool
     stop: tuple[str, ...]
     log_probs: int | None  # likeliest tokens to show with each; None: no log-probabilities
     echo: list[str]  # each prompt's text, if it is to be repeated
@@ -139,8 +140,8 @@ def parse(kind: str, body: Any, served: Any) -> Asked:
     for ids in prompts:
         allowed = _length(ids, most, limit, CHAT_TOKENS if kind == "chat" else COMPLETION_TOKENS, served.capacity)
         requests.append(Request(ids, allowed, sampling, seed, choices, shown is not None))
-    usage = options.get("include_usage") is True
-    return Asked(kind, served.name, requests, stream, usage, stop, shown, echo)
+    usages = (options.get(name) is True for name in ("include_usage", "continuous_usage_stats"))
+    return Asked(kind, served.name, requests, stream, *usages, stop, shown, echo)
 
 
 def _log_probs(kind: str, fields: _Fields) -> int | None:

@@ -62,6 +62,8 @@ class ServedModel:
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.vocabulary = loaded.model.config.vocab_size
         self.template: ChatTemplate | None = find_template(path, loaded, template)
+        softmax = [spec.kind == "softmax" for spec in loaded.model.config.attention]
+        self.kind = "transformer" if all(softmax) else "hybrid" if any(softmax) else "RNN"
         self.capacity = _capacity(loaded.model.config, limits.capacity)
         self.stops = stop_ids(self.tokenizer)
         self.created = int(time.time())
@@ -176,9 +178,10 @@ async def stream(served: ServedModel, asked: Asked) -> AsyncIterator[dict[str, A
         async for piece in pieces:
             tokens += len(piece.tokens)
             if piece.text or piece.finish or piece.log_probs:
-                yield writer.chunk(piece, first=piece.index not in begun)
+                part = writer.chunk(piece, first=piece.index not in begun)
+                yield part | {"usage": usage_of(asked, tokens)} if asked.usage_in_parts else part
                 begun.add(piece.index)
-    if asked.usage_in_stream:
+    if asked.usage_at_end:
         yield writer.last(usage_of(asked, tokens))
 
 
