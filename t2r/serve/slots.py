@@ -8,7 +8,7 @@ which the programs are compiled once.
 
 import functools
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,7 +52,13 @@ class Slots:
 
     def __init__(self, model: LanguageModel, count: int, capacity: int):
         self.count, self.capacity = count, capacity
-        self._model, (self._graph, self._arrays) = model, nnx.split(model)
+        self._model = model
+        graph, arrays = nnx.split(model)
+        # As a list, and bound to the programs: to flatten Flax's containers at each call would take as long as a step.
+        self._weights, structure = jax.tree.flatten(arrays)
+        merged = lambda weights: nnx.merge(graph, jax.tree.unflatten(structure, weights))  # noqa: E731
+        self._step = jax.jit(functools.partial(_step, merged), static_argnums=3, donate_argnums=1)
+        self._read = jax.jit(functools.partial(_read, merged), donate_argnums=1)
         self._has_caches = any(block.attention.kind == "softmax" for block in model.blocks)
         needed = count * self.bytes_of(capacity)
         advice = lambda free: "reduce --slots, or --capacity if the model has softmax layers"  # noqa: E731
@@ -125,20 +131,20 @@ class Slots:
         numbers = np.full(rows, self.count, np.int32)  # rows without a slot are computed, and not written anywhere
         for row, (slot, ids) in enumerate(zip(slots, tokens)):
             padded[row, : len(ids)], counts[row], numbers[row] = ids, len(ids), slot
-        self._sequences = _read(self._graph, self._arrays, self._sequences, numbers, padded, counts)
+        self._sequences = self._read(self._weights, self._sequences, numbers, padded, counts)
 
     def step(self, active: Collection[int], log_probs: bool) -> tuple[Int[Array, "slots"], LogProbs | None]:
         """One decoding step of the active slots: their new tokens; those of other slots mean nothing."""
         mask = np.zeros(self._size[0], bool)
         mask[list(active)] = True
-        self._sequences, tokens, extra = _step(self._graph, self._arrays, self._sequences, mask, log_probs)
+        self._sequences, tokens, extra = self._step(self._weights, self._sequences, mask, log_probs)
         return tokens, extra
 
     def warm_up(self, *, everything: bool) -> None:
-        """Compiles the programs for one short sequence, or with `everything` those for all numbers and lengths."""
+        """Compiles the programs for one sequence of any length, or with `everything` those for any number of them."""
         counts = dict.fromkeys(min(8**power, self.count) for power in range(self.count.bit_length() // 3 + 2))
         spaces = [self._space_for(1)]
-        while everything and spaces[-1] < self._space_for(self.capacity):
+        while spaces[-1] < self._space_for(self.capacity):
             spaces.append(2 * spaces[-1])
         chunks = CHUNKS if everything else CHUNKS[:1]
         for count, space in itertools.product(counts if everything else [1], spaces):
@@ -155,9 +161,8 @@ class Slots:
         return _copy(self._sequences.state, slot, self._space_for(length))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
-def _step(graph, arrays, sequences: Sequences, active: Array, log_probs: bool):
-    model = nnx.merge(graph, arrays)
+def _step(merged: Callable, weights: list[Array], sequences: Sequences, active: Array, log_probs: bool):
+    model = merged(weights)
     hidden, state = model(sequences.last[:, None], state=sequences.state, mask=active[:, None])
     scores = model.logits(hidden[:, 0])
     tokens, key = choose_each(scores, sequences.temperature, sequences.top_k, sequences.top_p, sequences.key)
@@ -170,11 +175,10 @@ def _step(graph, arrays, sequences: Sequences, active: Array, log_probs: bool):
     return sequences._replace(state=_without_padding(state), last=last, key=key), tokens, extra
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _read(graph, arrays, sequences: Sequences, slots: Array, tokens: Array, counts: Array) -> Sequences:
+def _read(merged: Callable, weights: list[Array], sequences: Sequences, slots, tokens, counts) -> Sequences:
     mask = jnp.arange(tokens.shape[1]) < counts[:, None]
     some = jax.tree.map(lambda x: x.at[slots].get(mode="clip"), sequences.state)
-    _, new = nnx.merge(graph, arrays)(tokens, state=some, mask=mask)
+    _, new = merged(weights)(tokens, state=some, mask=mask)
     write = lambda x, y: x.at[slots].set(y, mode="drop")  # noqa: E731
     return sequences._replace(state=jax.tree.map(write, sequences.state, _without_padding(new)))
 
