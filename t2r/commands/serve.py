@@ -13,7 +13,9 @@ from absl import flags
 
 _MODEL = flags.DEFINE_string("model", None, "Model directory, or builtin:NAME.", required=True)
 _TRANSFORMER = flags.DEFINE_string(
-    "transformer", None, "Model to serve beside it, for the race; default: the one it was converted from; none: no other."
+    "transformer",
+    None,
+    "Model to serve beside it, for the race; default: the one it was converted from; none: no other.",
 )
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0: all of this machine.")
 _PORT = flags.DEFINE_integer("port", 8000, "Port to listen on; 0: any free one.", lower_bound=0, upper_bound=65535)

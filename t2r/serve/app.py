@@ -80,7 +80,9 @@ class Server:
 
     async def _http_error(self, request: HttpRequest, error: HTTPException) -> Response:
         if error.status_code == 404:
-            return self._error(Problem(404, f"there is no {request.url.path}: see /v1/models, /v1/completions, /health"))
+            return self._error(
+                Problem(404, f"there is no {request.url.path}: see /v1/models, /v1/completions, /health")
+            )
         if error.status_code == 405:
             return self._error(Problem(405, f"{request.url.path} does not take {request.method}"))
         return self._error(Problem(error.status_code, str(error.detail)))

@@ -20,8 +20,31 @@ from urllib.parse import urlsplit
 from t2r.console import Progress, say, table
 from t2r.errors import InputError
 
-SUBJECTS = ("Return a new", "The list of", "This function", "Raise an error if", "A string that", "Each of the", "import")
-WORDS = "object value name file the of module when given class method argument default type".split()
+SUBJECTS = (
+    "Return a new",
+    "The list of",
+    "This function",
+    "Raise an error if",
+    "A string that",
+    "Each of the",
+    "import",
+)
+WORDS = [
+    "object",
+    "value",
+    "name",
+    "file",
+    "the",
+    "of",
+    "module",
+    "when",
+    "given",
+    "class",
+    "method",
+    "argument",
+    "default",
+    "type",
+]
 START_SECONDS = 1800  # for a server to compile and listen
 
 
@@ -172,7 +195,9 @@ def percentile(values: list[float], share: int) -> float | None:
     """The value below which so many of a hundred are."""
     if not values:
         return None
-    return round(statistics.quantiles(values, n=100, method="inclusive")[share - 1] if len(values) > 1 else values[0], 4)
+    return round(
+        statistics.quantiles(values, n=100, method="inclusive")[share - 1] if len(values) > 1 else values[0], 4
+    )
 
 
 def resident(process: int | None) -> float | None:

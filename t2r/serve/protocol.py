@@ -28,8 +28,8 @@ OWN = {"completion": {"prompt", "echo"}, "chat": {"messages", "max_completion_to
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 NEUTRAL = {
     "presence_penalty": (0, None), "frequency_penalty": (0, None), "logit_bias": ({}, None), "suffix": ("", None),
-    "best_of": (1, None), "tools": ([], None), "tool_choice": ("none", None), "response_format": ({"type": "text"}, None),
-    "functions": ([], None), "modalities": (["text"], None),
+    "best_of": (1, None), "tools": ([], None), "tool_choice": ("none", None), "functions": ([], None),
+    "response_format": ({"type": "text"}, None), "modalities": (["text"], None),
 }  # fmt: skip
 
 
@@ -90,7 +90,9 @@ class _Fields:
         value = self._body.get(name)
         values = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not all(isinstance(text, str) and text for text in values):
-            self.wrong(name, f"{name}={_shown(value)} is neither a string nor a list of strings with characters in them")
+            self.wrong(
+                name, f"{name}={_shown(value)} is neither a string nor a list of strings with characters in them"
+            )
             return ()
         if len(values) > MOST_STOPS or max(map(len, values), default=0) > LONGEST_STOP:
             long = max(map(len, values))
@@ -168,8 +170,8 @@ def _length(ids: list[int], most: int | None, limit: str, default: int, capacity
     if most is not None and most > left:
         raise Problem(
             400,
-            f"{limit}={most:,} after {len(ids):,} tokens of prompt are more than the {capacity:,} tokens that this server "
-            f"allows: ask for at most {left:,}",
+            f"{limit}={most:,} after {len(ids):,} tokens of prompt are more than the {capacity:,} tokens that this "
+            f"server allows: ask for at most {left:,}",
             limit,
         )
     return most or min(default, left)
@@ -216,7 +218,9 @@ def _chat_prompts(fields: _Fields, served: Any) -> tuple[list[list[int]], list[s
         return [], []
     conversation = []
     for number, message in enumerate(messages):
-        role, text = (message.get("role"), content_text(message.get("content"))) if isinstance(message, dict) else (0, 0)
+        role, text = (
+            (message.get("role"), content_text(message.get("content"))) if isinstance(message, dict) else (0, 0)
+        )
         if not isinstance(role, str) or not isinstance(text, str) or not _is_unicode(role + text):
             fields.wrong("messages", f"messages[{number}] needs a role and a content, both text")
         else:

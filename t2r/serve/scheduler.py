@@ -22,7 +22,10 @@ import numpy as np
 from t2r.decode.sampling import Sampling
 from t2r.serve.prefixes import PrefixCache
 from t2r.serve.problem import Problem
-from t2r.serve.slots import LogProbs, Slots
+from t2r.serve.slots import Beginning, LogProbs, Slots
+
+
+GREEDY = Sampling()
 
 
 @dataclass(eq=False)
@@ -31,7 +34,7 @@ class Request:
 
     ids: list[int]
     most: int  # tokens of each continuation
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     seed: int = 0
     choices: int = 1
     log_probs: bool = False
@@ -126,8 +129,8 @@ class Scheduler:
             if self._unfinished + request.choices > self.slots.count + self._queue:
                 raise Problem(
                     429,
-                    f"{self._unfinished} answers are being written or wait, and {self.slots.count} slots with a queue of "
-                    f"{self._queue} take no {request.choices} more: try again later",
+                    f"{self._unfinished} answers are being written or wait, and {self.slots.count} slots with a queue "
+                    f"of {self._queue} take no {request.choices} more: try again later",
                 )
             self._unfinished += request.choices
             self.counters.requests += 1
@@ -236,10 +239,11 @@ class Scheduler:
             begun.append((sequence, state))
         self._in_slots |= {sequence.slot: sequence for sequence, _ in begun}
         self._fit()
+        if begun:
+            self.slots.begin([_beginning(sequence) for sequence, _ in begun])
         for sequence, state in begun:
-            request, sampling = sequence.request, sequence.request.sampling
-            key = _key(np.uint32(request.seed), np.uint32(sequence.choice))
-            self.slots.begin(sequence.slot, state, request.ids[-1], sampling, key)
+            if state is not None:
+                self.slots.load(sequence.slot, state)
             if not sequence.unread:
                 self._prompt_is_read(sequence)
 
@@ -374,8 +378,6 @@ def _of_slot(extra: LogProbs, slot: int) -> TokenLogProbs:
     return TokenLogProbs(float(extra.chosen[slot]), list(likeliest))
 
 
-@jax.jit
-def _key(seed: Any, choice: Any) -> jax.Array:
-    """The random key of a choice; the first one's is that of `t2r generate` with the same seed."""
-    key = jax.random.key(seed)
-    return jax.numpy.where(choice == 0, jax.random.key_data(key), jax.random.key_data(jax.random.fold_in(key, choice)))
+def _beginning(sequence: _Sequence) -> Beginning:
+    request = sequence.request
+    return Beginning(sequence.slot, request.ids[-1], request.sampling, request.seed, sequence.choice)

@@ -64,7 +64,7 @@ class ServedModel:
         self.template: ChatTemplate | None = find_template(path, loaded, template)
         softmax = [spec.kind == "softmax" for spec in loaded.model.config.attention]
         self.kind = "transformer" if all(softmax) else "hybrid" if any(softmax) else "RNN"
-        self.capacity = _capacity(loaded.model.config, limits.capacity)
+        self.capacity = capacity_of(loaded.model.config, limits.capacity)
         self.stops = stop_ids(self.tokenizer)
         self.created = int(time.time())
         slots = Slots(loaded.model, limits.slots, self.capacity)
@@ -87,10 +87,8 @@ class ServedModel:
 
     def _deliver(self, events: list[Event]) -> None:
         """Takes events from the scheduler's thread to the event loop's."""
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it everyone who waited
             self._loop.call_soon_threadsafe(self._distribute, events)
-        except RuntimeError:  # the loop has ended, and with it everyone who waited
-            pass
 
     def _distribute(self, events: list[Event]) -> None:
         for event in events:
@@ -185,7 +183,7 @@ async def stream(served: ServedModel, asked: Asked) -> AsyncIterator[dict[str, A
         yield writer.last(usage_of(asked, tokens))
 
 
-def _capacity(config: Any, given: int) -> int:
+def capacity_of(config: Any, given: int) -> int:
     """Tokens that a sequence may have."""
     if given and config.max_positions and given > config.max_positions:
         raise InputError(f"--capacity={given}: this model has positions for {config.max_positions} tokens")

@@ -39,6 +39,16 @@ class Sequences(NamedTuple):
     top_p: Float[Array, "slots"]
 
 
+class Beginning(NamedTuple):
+    """A sequence that begins in a slot: the token that its first step reads, and how its tokens are chosen."""
+
+    slot: int
+    last: int
+    sampling: Sampling
+    seed: int = 0
+    choice: int = 0  # each choice of a request has its own random key
+
+
 class LogProbs(NamedTuple):
     """The log-probability of each slot's new token, and the likeliest tokens with theirs."""
 
@@ -108,12 +118,19 @@ class Slots:
     def _space_for(self, longest: int) -> int:
         return max(LEAST_SPACE, 1 << (longest - 1).bit_length()) if self._has_caches else 1
 
-    def begin(
-        self, slot: int, state: DecodeState | None, last: int, sampling: Sampling, key: UInt32[Array, "2"]
-    ) -> None:
-        """Puts a sequence into a slot: its state so far (None: no tokens yet), and the token that is read last."""
-        options = sampling.temperature, sampling.top_k, sampling.top_p
-        self._sequences = _begin(self._sequences, slot, state or self._empty, last, key, *options)
+    def begin(self, beginnings: Sequence[Beginning]) -> None:
+        """Puts new sequences into their slots, all in one call."""
+        rows = 1 if len(beginnings) == 1 else self._size[0]
+        columns = zip(*((b.slot, b.last, b.seed, b.choice, *_options(b.sampling)) for b in beginnings))
+        dtypes = (np.int32, np.int32, np.uint32, np.uint32, np.float32, np.int32, np.float32)
+        padding = (0, rows - len(beginnings))
+        arrays = [np.pad(np.array(column, dtype), padding) for column, dtype in zip(columns, dtypes)]
+        arrays[0][len(beginnings) :] = self.count  # rows without a slot are not written anywhere
+        self._sequences = _begin(self._sequences, self._empty, *arrays)
+
+    def load(self, slot: int, state: DecodeState) -> None:
+        """The sequence in a slot continues from this state, a copy of another's."""
+        self._sequences = _load(self._sequences, slot, state)
 
     def chunk_of(self, remaining: int) -> int:
         """How many tokens of a prompt, of which so many remain, are read at once. It depends on nothing else: other
@@ -141,18 +158,20 @@ class Slots:
         return tokens, extra
 
     def warm_up(self, *, everything: bool) -> None:
-        """Compiles the programs for one sequence of any length, or with `everything` those for any number of them."""
+        """Compiles the programs for one short sequence, or with `everything` those for all numbers and lengths."""
         counts = dict.fromkeys(min(8**power, self.count) for power in range(self.count.bit_length() // 3 + 2))
         spaces = [self._space_for(1)]
-        while spaces[-1] < self._space_for(self.capacity):
+        while everything and spaces[-1] < self._space_for(self.capacity):
             spaces.append(2 * spaces[-1])
         chunks = CHUNKS if everything else CHUNKS[:1]
         for count, space in itertools.product(counts if everything else [1], spaces):
             self.fit(count, space)
-            self.begin(0, None, 0, Sampling(), jnp.zeros(2, jnp.uint32))
-            for chunk, rows in ((chunk, rows) for chunk in chunks for rows in self._rows[chunk] if rows <= count):
-                self.read(range(rows), [[0]] * rows, chunk)
-            self.copy(0, 1)
+            for number in {1, count}:
+                self.begin([Beginning(slot, 0, Sampling()) for slot in range(number)])
+            for chunk in chunks:
+                for rows in self._rows[chunk]:
+                    self.read(range(min(rows, count)), [[0]] * min(rows, count), chunk)
+            self.load(0, self.copy(0, 1))
             self.step([0], False)[0].block_until_ready()
         self.clear()
 
@@ -190,12 +209,30 @@ def _without_padding(state: DecodeState) -> DecodeState:
     return state._replace(layers=tuple(layers))
 
 
+def _options(sampling: Sampling) -> tuple[float, int, float]:
+    return sampling.temperature, sampling.top_k, sampling.top_p
+
+
 @functools.partial(jax.jit, donate_argnums=0)
-def _begin(sequences: Sequences, slot, state: DecodeState, last, key, temperature, top_k, top_p) -> Sequences:
+def _begin(sequences: Sequences, empty: DecodeState, slots, last, seed, choice, temperature, top_k, top_p) -> Sequences:
+    keys = jax.vmap(_key)(seed, choice)
+    write = lambda x, y: x.at[slots].set(y, mode="drop")  # noqa: E731
+    state = jax.tree.map(write, sequences.state, empty)
+    options = sequences.last, sequences.key, sequences.temperature, sequences.top_k, sequences.top_p
+    return Sequences(state, *map(write, options, (last, keys, temperature, top_k, top_p)))
+
+
+def _key(seed: Array, choice: Array) -> Array:
+    """The random key of a choice; the first one's is that of `t2r generate` with the same seed."""
+    key = jax.random.key(seed)
+    return jnp.where(choice == 0, jax.random.key_data(key), jax.random.key_data(jax.random.fold_in(key, choice)))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _load(sequences: Sequences, slot, state: DecodeState) -> Sequences:
     space = next((layer.valid.shape[1] for layer in sequences.state.layers if isinstance(layer, KVCache)), 1)
-    one = jax.tree.map(lambda x: x[0], _with_space(state, space))
-    new = Sequences(one, last, key, temperature, top_k, top_p)
-    return jax.tree.map(lambda x, y: x.at[slot].set(y), sequences, new)
+    write = lambda x, y: x.at[slot].set(y[0])  # noqa: E731
+    return sequences._replace(state=jax.tree.map(write, sequences.state, _with_space(state, space)))
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -28,7 +28,9 @@ KINDS = {
 
 
 def model_of(kind: str, tokenizer) -> LoadedModel:
-    config = micro(vocab_size=300, layers=len(KINDS[kind]), adaptive_cutoffs=(), tied_output=False, attention=KINDS[kind])
+    config = micro(
+        vocab_size=300, layers=len(KINDS[kind]), adaptive_cutoffs=(), tied_output=False, attention=KINDS[kind]
+    )
     return LoadedModel(make_model(config), tokenizer, {"history": []})
 
 
@@ -157,7 +159,7 @@ def test_a_full_queue_refuses_and_a_closed_one_ends(client):
     while not (problems and ended):
         event = client.events.get(timeout=60)
         problems += [event.problem.status] if event.problem else []
-        ended = ended or event.request is running and bool(event.finish)
+        ended = ended or (event.request is running and bool(event.finish))
     assert problems == [503]
 
 

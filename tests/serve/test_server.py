@@ -170,7 +170,10 @@ def test_a_client_that_hangs_up_frees_its_slot(stream, running):
 def test_many_streams_are_not_mixed_up(running, client):
     """More than slots and queue together hold at once: each is the same request's alone, or refused."""
     settled(running)
-    prompts = [f"The {word} lamp" for word in "old quick lazy bright silent heavy red blue green tall".split()]
+    prompts = [
+        f"The {word} lamp"
+        for word in ["old", "quick", "lazy", "bright", "silent", "heavy", "red", "blue", "green", "tall"]
+    ]
     ask = lambda p: client.completions.create(model="rnn", prompt=p, max_tokens=20, temperature=0)  # noqa: E731
     alone = {prompt: ask(prompt).choices[0].text for prompt in prompts}
     assert len(set(alone.values())) > 5
