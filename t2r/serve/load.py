@@ -45,7 +45,6 @@ WORDS = [
     "default",
     "type",
 ]
-START_SECONDS = 1800  # for a server to compile and listen
 
 
 @dataclass

@@ -24,7 +24,6 @@ from t2r.serve.prefixes import PrefixCache
 from t2r.serve.problem import Problem
 from t2r.serve.slots import Beginning, LogProbs, Slots
 
-
 GREEDY = Sampling()
 
 

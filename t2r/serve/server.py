@@ -30,20 +30,22 @@ def serve(
     body_kib: int = 1024,
     grace: float = 10.0,
 ) -> dict[str, Any]:
-    """Serves a model, and beside it the transformer that it was made from, if there is one; returns what was done."""
+    """Serves a model, and beside it another, by default the transformer that it was made from; returns what was done.
+
+    `transformer` is "none" for no other model.
+    """
     uvicorn = require("uvicorn", "serve")
     require("starlette", "serve")
     from t2r.serve.app import Server
 
     listening = _listen(host, port)
     with contextlib.closing(listening):
-        names = _names([model] + ([transformer] if transformer else []))
-        models = [ServedModel(model, names[0], limits, template=template, dtype=dtype)]
-        transformer = transformer or source_of(models[0])
-        if transformer:
-            names = _names([model, transformer])
-            models[0].name = names[0]
-            models.append(ServedModel(transformer, names[1], limits, template=template, dtype=dtype))
+        options = dict(template=template, dtype=dtype)
+        models = [ServedModel(model, _names([model])[0], limits, **options)]
+        other = source_of(models[0]) if transformer is None else transformer if transformer != "none" else None
+        if other:
+            models[0].name, name = _names([model, other])
+            models.append(ServedModel(other, name, limits, **options))
         server = Server(models, body_bytes=body_kib * 1024)
         _allow_connections()
         config = uvicorn.Config(
