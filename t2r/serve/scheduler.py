@@ -66,6 +66,7 @@ class _Sequence:
     choice: int
     slot: int = -1
     read: int = 0  # tokens that the state in the slot has read, steps under way included
+    last_read: int = 0  # which call read a part of the prompt last
     tokens: list[int] = field(default_factory=list)  # generated so far
     start: Any = None  # (state, tokens read) of the first choice, for the others
     ended: bool = False
@@ -113,6 +114,7 @@ class Scheduler:
         self._followers: dict[Request, list[_Sequence]] = {}  # choices that wait for the first one's state
         self._last_step: tuple[Any, LogProbs | None, list[_Sequence]] | None = None
         self._events: list[Event] = []
+        self._reads = 0  # calls that read prompts
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     # From any thread.
@@ -185,14 +187,14 @@ class Scheduler:
             idle = not (self._in_slots or self._waiting or self._last_step)
             while idle and not self._submitted and not self._cancelled and self._closing is None:
                 self._changed.wait()
-            submitted, self._submitted = self._submitted, []
+            for sequence in self._submitted:
+                if sequence.choice == 0:
+                    self._waiting.append(sequence)
+                else:
+                    self._followers.setdefault(sequence.request, []).append(sequence)
+            self._submitted = []
             cancelled, self._cancelled = self._cancelled, []
             closing = self._closing
-        for sequence in submitted:
-            if sequence.choice == 0:
-                self._waiting.append(sequence)
-            else:
-                self._followers.setdefault(sequence.request, []).append(sequence)
         self._drop(cancelled)
         if closing is not None:
             self._refuse_waiting()
@@ -256,15 +258,17 @@ class Scheduler:
         return self.slots.chunk_of(len(sequence.unread))
 
     def _read_prompts(self) -> None:
-        """One chunk of the prompt that waits longest, and of others whose next chunk has the same length."""
-        reading = [s for s in self._in_slots.values() if s.unread]
+        """One chunk of the prompt that was not read for longest, and of others whose next chunk has the same length."""
+        reading = sorted((s for s in self._in_slots.values() if s.unread), key=lambda s: s.last_read)
         if not reading:
             return
+        self._reads += 1
         chunk = self._chunk(reading[0])
         group = [s for s in reading if self._chunk(s) == chunk][: self.slots.rows_of(chunk)]
         self.slots.read([s.slot for s in group], [s.unread[:chunk] for s in group], chunk)
         for sequence in group:
             sequence.read += len(sequence.unread[:chunk])
+            sequence.last_read = self._reads
             if not sequence.unread:
                 self._prompt_is_read(sequence)
 
@@ -369,6 +373,8 @@ class Scheduler:
         self._waiting.extend(submitted)
         self._events, self._last_step = [], None
         self._fail(Problem(500, f"the worker failed ({self.failure}) and begins again: send the request again"))
+        with self._changed:
+            self._unfinished = len(self._submitted)  # it may have failed between two counts
         self._send()
 
 

@@ -132,6 +132,19 @@ def test_a_prompt_continues_from_the_state_of_an_earlier_one(kind, client):
     assert turn.cached == len(request.ids) + len(tokens)
 
 
+def test_a_long_prompt_does_not_stop_others(client):
+    """One that comes later, and is short, is answered first."""
+    client = client()
+    long, short = Request([3] * 590, 4), client.request("The lamp", 4)
+    client.scheduler.submit(long)
+    client.scheduler.submit(short)
+    order = []
+    while len(order) < 2:
+        event = client.events.get(timeout=60)
+        order += [event.request] if event.finish else []
+    assert order == [short, long]
+
+
 def test_a_cancelled_request_frees_its_slot(client):
     client = client(slots=1)
     endless, next_one = client.request("The", 500), client.request("The lamp")

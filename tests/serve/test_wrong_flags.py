@@ -17,12 +17,18 @@ SERVE = [
     (("--model=builtin:tiny_lm", "--grace=-1"), "--grace=-1"),
     (("--model=builtin:tiny_lm", "--body_kib=0"), "--body_kib=0"),
     (("--model=builtin:tiny_lm", "--dtype=int4"), "--dtype=int4"),
-    (("--model=builtin:tiny_lm", "--host=no.such.host.invalid", "--port=0"), "--host=no.such.host.invalid is no address"),
+    (
+        ("--model=builtin:tiny_lm", "--host=no.such.host.invalid", "--port=0"),
+        "--host=no.such.host.invalid is no address",
+    ),
     (("--model=builtin:tiny_lm", "--host=8.8.8.8", "--port=0"), "cannot listen on 8.8.8.8:0: "),
     (("--model=builtin:tiny_lm", "--transformer=builtin:tiny_lm", "--port=0"), "both builtin:tiny_lm: give two"),
     (("--model=builtin:tiny_lm", "--transformer=nowhere", "--port=0"), "nowhere/config.json does not exist"),
     (("--model=builtin:tiny_lm", "--chat_template=nowhere", "--port=0"), "nowhere does not exist: give a file with a"),
-    (("--model=builtin:tiny_lm", "--slots=65536", "--capacity=1000000", "--port=0"), "of 65536 slots of 1,000,000 tokens"),
+    (
+        ("--model=builtin:tiny_lm", "--slots=65536", "--capacity=1000000", "--port=0"),
+        "of 65536 slots of 1,000,000 tokens",
+    ),
     (("--model=builtin:tiny_lm", "8000"), "unexpected arguments 8000"),
 ]
 CHAT = [
