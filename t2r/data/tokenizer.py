@@ -241,11 +241,11 @@ class Hub:
 
     `begin` precedes every document (None: nothing does); `stop` and `other_stops` end generation. A translation starts
     with `start`, then `second` if there is one, and never has `padding`. `language` replaces the source language token
-    of `tokenizer.json`.
+    of `tokenizer.json`. `chat_template` is the Jinja program that writes conversations, None if the model has none.
     """
 
     kind, separator = "hub", ""
-    file, ids_file = "tokenizer.json", "tokenizer_ids.json"
+    file, ids_file, template_file = "tokenizer.json", "tokenizer_ids.json", "chat_template.jinja"
 
     def __init__(
         self,
@@ -257,8 +257,9 @@ class Hub:
         second: int | None = None,
         language: int | None = None,
         padding: int | None = None,
+        chat_template: str | None = None,
     ):
-        self._content, self._begin = content, _positive(begin)
+        self._content, self._begin, self.chat_template = content, _positive(begin), chat_template
         self._tokens = require("tokenizers", "hub").Tokenizer.from_str(content)
         self.vocab_size = self._tokens.get_vocab_size()
         self.stop, self.begins, self.other_stops = stop, begin is not None, tuple(other_stops)
@@ -269,7 +270,9 @@ class Hub:
 
     @classmethod
     def load(cls, folder: Path) -> "Hub":
-        return cls(read_file(folder / cls.file, COPY), **_token_ids(folder / cls.ids_file))
+        template = folder / cls.template_file
+        template = read_file(template, COPY) if template.exists() else None
+        return cls(read_file(folder / cls.file, COPY), **_token_ids(folder / cls.ids_file), chat_template=template)
 
     def encode(self, text: str) -> list[int]:
         return self._tokens.encode(text, add_special_tokens=False).ids
@@ -293,6 +296,8 @@ class Hub:
         ids = {"begin": self._begin, "stop": self.stop, "start": self.start, "other_stops": self.other_stops}
         ids |= {"second": self.second, "language": self._language, "padding": self.padding}
         (folder / self.ids_file).write_text(json.dumps(ids) + "\n")
+        if self.chat_template is not None:
+            (folder / self.template_file).write_text(self.chat_template, "utf-8")
 
 
 def languages(tokens) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """Chat templates: the text in which a model was trained to see a conversation, as a Jinja program."""
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from t2r.extras import require
 from t2r.files import read_file, read_json
 from t2r.store.model_dir import LoadedModel, resolve
 
-FILE = "chat_template.jinja"
 MOST_CHARACTERS = 10_000_000  # of a rendered conversation: a template may repeat without end
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
@@ -28,7 +28,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _no_clock
+        environment.globals["strftime_now"] = _now
         try:
             self._template = environment.from_string(source)
         except Exception as error:  # Jinja raises many kinds
@@ -60,9 +60,7 @@ def _refuse(message: str) -> None:
     raise InputError(f"the chat template refuses these messages: {message}")
 
 
-def _no_clock(form: str) -> str:
-    import datetime
-
+def _now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
 
 
@@ -87,9 +85,12 @@ def find_template(name: str, loaded: LoadedModel, given: str | None = None) -> C
 
 def _stored(name: str, loaded: LoadedModel) -> str | None:
     sources = [str(entry["source"]) for entry in loaded.provenance["history"] if entry.get("action") == "import"]
+    kept = getattr(loaded.tokenizer, "chat_template", None)
+    if kept is not None:
+        return kept
     for folder in [resolve(name), *map(Path, sources)]:
-        if (folder / FILE).is_file():
-            return read_file(folder / FILE, "copy it again")
+        if (folder / Hub.template_file).is_file():
+            return read_file(folder / Hub.template_file, "copy it again")
         if (folder / "tokenizer_config.json").is_file():
             stored = read_json(folder / "tokenizer_config.json", "copy it again").get("chat_template")
             if isinstance(stored, list):  # several, by name

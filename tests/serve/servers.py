@@ -35,7 +35,7 @@ def chat_tokenizer() -> Hub:
         vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokens.train_from_iterator([PROSE], trainer)
-    return Hub(tokens.to_str(), None, 1)
+    return Hub(tokens.to_str(), None, 1, chat_template=TEMPLATE)
 
 
 def save_pair(folder: Path) -> tuple[Path, Path]:
@@ -44,7 +44,6 @@ def save_pair(folder: Path) -> tuple[Path, Path]:
     for path, spec in zip(paths, (AttentionSpec("merged", "t2r", 8), AttentionSpec())):
         config = micro(vocab_size=300, layers=1, adaptive_cutoffs=(), tied_output=False, attention=(spec,))
         model_dir.save(path, LoadedModel(make_model(config), tokenizer, {"history": []}))
-        (path / "chat_template.jinja").write_text(TEMPLATE)
     return paths
 
 

@@ -69,6 +69,22 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(rnn):
     assert process.returncode == 0 and json.loads(out.splitlines()[-1])["turns"] == 2
 
 
+def test_a_template_is_kept_by_conversions_and_found_where_a_model_came_from(rnn, tmp_path):
+    """In `tokenizer_config.json` of the directory that was imported, too, also if it has several."""
+    loaded = t2r.load(rnn)
+    t2r.save(loaded, tmp_path / "copy")
+    assert (tmp_path / "copy" / "chat_template.jinja").read_text() == TEMPLATE
+    (tmp_path / "copy" / "chat_template.jinja").unlink()
+    bare = t2r.load(tmp_path / "copy")
+    assert find_template(str(tmp_path / "copy"), bare) is None
+    several = {"chat_template": [{"name": "tools", "template": "x"}, {"name": "default", "template": TEMPLATE}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(several))
+    bare.provenance["history"].append({"action": "import", "source": str(tmp_path)})
+    messages = [{"role": "user", "content": "Count."}]
+    expected = "<|im_start|>user\nCount.<|im_end|>\n<|im_start|>assistant\n"
+    assert find_template(str(tmp_path / "copy"), bare).text(messages) == expected
+
+
 def test_a_model_without_a_template_is_refused(call, tmp_path):
     status, error = call("chat", "--model=builtin:tiny_lm")
     assert status == 2 and "builtin:tiny_lm has no chat template: use `t2r generate`, or give" in error
