@@ -23,7 +23,7 @@ ORDER = [
     {"__main__"},
     {"commands"},
     {"quickstart", "workflow"},
-    {"benchmark", "export"},
+    {"benchmark", "export", "serve"},
     {"analysis"},
     {"training"},
     {"evaluation"},
@@ -139,7 +139,7 @@ def test_the_lists_of_packages_agree(path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     if path == "requirements.txt":
-        names = ("hub", "gguf", "translation", "data", "export")
+        names = ("hub", "gguf", "translation", "data", "export", "serve")
         wanted = project["dependencies"] + [line for name in names for line in extras[name]]
     else:
         wanted = extras["test"]

@@ -25,7 +25,7 @@ class KVCache(NamedTuple):
     k: Float[Array, "b g capacity d"]
     v: Float[Array, "b g capacity d"]
     valid: Bool[Array, "b capacity"]  # False for padding and for slots that are not written yet
-    index: Int[Array, ""]  # the next slot to write; the same for the whole batch
+    index: Int[Array, ""] | Int[Array, "b"]  # the next slot to write: one for the whole batch, or each sequence's own
 
     @classmethod
     def zeros(cls, batch: int, capacity: int, heads: int, head_dim: int, dtype) -> "KVCache":
@@ -45,6 +45,11 @@ def append(cache: KVCache, k: Array, v: Array, mask: Bool[Array, "b m"] | None =
     """Writes keys and values into the next slots, which must exist: see `grow`."""
     mask = jnp.ones(k.shape[:2], bool) if mask is None else mask
     start = cache.index
+    if start.ndim:  # what does not fit into the cache is dropped
+        rows, slots = jnp.arange(k.shape[0])[:, None], start[:, None] + jnp.arange(k.shape[1])
+        write = lambda array, new: array.at[rows, :, slots].set(new.astype(array.dtype), mode="drop")  # noqa: E731
+        valid = cache.valid.at[rows, slots].set(mask, mode="drop")
+        return KVCache(write(cache.k, k), write(cache.v, v), valid, start + k.shape[1])
     return KVCache(
         jax.lax.dynamic_update_slice(cache.k, heads_first(k.astype(cache.k.dtype)), (0, 0, start, 0)),
         jax.lax.dynamic_update_slice(cache.v, heads_first(v.astype(cache.v.dtype)), (0, 0, start, 0)),
@@ -142,9 +147,10 @@ def causal_mask(length: int, mask: Bool[Array, "b m"] | None = None, window: int
 def cached_mask(cache: KVCache, length: int, window: int = 0) -> Bool[Array, "b n m"]:
     """`causal_mask` for the queries of the last `length` tokens written, over all slots of the cache."""
     slots = jnp.arange(cache.valid.shape[1])
-    queries = cache.index - length + jnp.arange(length)
-    allowed = (slots <= queries[:, None])[None] & cache.valid[:, None, :]
+    queries = cache.index[..., None] - length + jnp.arange(length)  # (n), or (b, n)
+    queries = jnp.broadcast_to(queries, (len(cache.valid), length))
+    allowed = (slots <= queries[:, :, None]) & cache.valid[:, None, :]
     if window:
         position = jnp.cumsum(cache.valid, 1)  # padding has no position
-        allowed &= jnp.take(position, queries, 1)[:, :, None] - position[:, None, :] < window
+        allowed &= jnp.take_along_axis(position, queries, 1)[:, :, None] - position[:, None, :] < window
     return allowed

@@ -253,11 +253,11 @@ class Hub:
 
     `begin` precedes every document (None: nothing does); `stop` and `other_stops` end generation. A translation starts
     with `start`, then `second` if there is one, and never has `padding`. `language` replaces the source language token
-    of `tokenizer.json`.
+    of `tokenizer.json`. `chat_template` is the Jinja program that writes conversations, None if the model has none.
     """
 
     kind, separator = "hub", ""
-    file, ids_file = "tokenizer.json", "tokenizer_ids.json"
+    file, ids_file, template_file = "tokenizer.json", "tokenizer_ids.json", "chat_template.jinja"
 
     def __init__(
         self,
@@ -269,8 +269,9 @@ class Hub:
         second: int | None = None,
         language: int | None = None,
         padding: int | None = None,
+        chat_template: str | None = None,
     ):
-        self.content, self._begin = content, _positive(begin)
+        self.content, self._begin, self.chat_template = content, _positive(begin), chat_template
         self._tokens = require("tokenizers", "hub").Tokenizer.from_str(content)
         self.vocab_size = self._tokens.get_vocab_size()
         self.stop, self.begins, self.other_stops = stop, begin is not None, tuple(other_stops)
@@ -281,7 +282,9 @@ class Hub:
 
     @classmethod
     def load(cls, folder: Path) -> "Hub":
-        return cls(read_file(folder / cls.file, COPY), **_token_ids(folder / cls.ids_file))
+        template = folder / cls.template_file
+        template = read_file(template, COPY) if template.exists() else None
+        return cls(read_file(folder / cls.file, COPY), **_token_ids(folder / cls.ids_file), chat_template=template)
 
     def encode(self, text: str) -> list[int]:
         return self._tokens.encode(text, add_special_tokens=False).ids
@@ -296,11 +299,17 @@ class Hub:
     def decode(self, ids: Sequence[SupportsIndex]) -> str:
         return self._tokens.decode([int(i) for i in ids])
 
+    def piece(self, token: int) -> str:
+        """A token as it stands in `tokenizer.json`, also a special one; "" if there is none with this id."""
+        return (self._tokens.id_to_token(token) if token >= 0 else None) or ""
+
     def save(self, folder: Path) -> None:
         (folder / self.file).write_text(self.content, "utf-8")
         ids = {"begin": self._begin, "stop": self.stop, "start": self.start, "other_stops": self.other_stops}
         ids |= {"second": self.second, "language": self._language, "padding": self.padding}
         (folder / self.ids_file).write_text(json.dumps(ids) + "\n")
+        if self.chat_template is not None:
+            (folder / self.template_file).write_text(self.chat_template, "utf-8")
 
 
 def languages(tokens) -> dict[str, int]:

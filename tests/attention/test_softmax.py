@@ -39,6 +39,24 @@ def test_attention_over_the_cache_is_attention_over_the_whole_sequence():
     assert error(jnp.concatenate(pieces, 1), expected) < 1e-6
 
 
+@pytest.mark.parametrize("window", [0, 3])
+def test_each_sequence_may_have_its_own_place_in_the_cache(window):
+    """Also with padding behind the tokens, which the next ones overwrite, and which is dropped at the cache's end."""
+    q, k, v = inputs()
+    allowed = softmax.causal_mask(11, window=window)
+    expected = softmax.attend(q, softmax.heads_first(k), softmax.heads_first(v), allowed, 0.3)
+    cache = KVCache.zeros(2, 11, 2, 8, jnp.float32)._replace(index=jnp.zeros(2, jnp.int32))
+    for counts in ([5, 1], [0, 4], [5, 5], [1, 1]):
+        starts, counts = cache.index, jnp.array(counts)
+        take = lambda x, starts=starts: jnp.stack([jnp.roll(row, -start, 0)[:5] for row, start in zip(x, starts)])  # noqa: E731
+        mask = jnp.arange(5) < counts[:, None]
+        cache = softmax.append(cache, take(k), take(v), mask)
+        out = softmax.attend(take(q), cache.k, cache.v, softmax.cached_mask(cache, 5, window), 0.3)
+        assert error(out[mask], take(expected)[mask]) < 1e-5
+        cache = cache._replace(index=starts + counts)
+    assert cache.index.tolist() == [11, 11]
+
+
 def test_growing_the_cache_does_not_change_attention():
     q, k, v = inputs()
     cache = softmax.append(KVCache.zeros(2, 11, 2, 8, jnp.float32), k, v)

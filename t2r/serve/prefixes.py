@@ -1,0 +1,70 @@
+"""The states after prompts and answers, kept so that a prompt that begins like one of them is not read again."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from t2r.environment import total_bytes
+from t2r.model.transformer import DecodeState
+
+
+class Prefix(NamedTuple):
+    """A sequence of tokens and the state of a model that has read them."""
+
+    ids: tuple[int, ...]
+    state: DecodeState
+
+
+class PrefixCache:
+    """The most recently used prefixes, up to a number of bytes."""
+
+    def __init__(self, most_bytes: int):
+        self._most, self._by_hash, self.bytes = most_bytes, OrderedDict[int, Prefix](), 0
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps anything at all."""
+        return self._most > 0
+
+    def add(self, ids: Sequence[int], state: DecodeState) -> None:
+        """Keeps a state, in place of those that were used least recently."""
+        size, name = total_bytes(state), _hashes(ids)[-1] if ids else None
+        if name is None or size > self._most:
+            return
+        self._remove(name)
+        self._by_hash[name] = Prefix(tuple(ids), state)
+        self.bytes += size
+        while self.bytes > self._most:
+            self._remove(next(iter(self._by_hash)))
+
+    def longest(self, ids: Sequence[int]) -> Prefix | None:
+        """The longest prefix of these tokens that is kept."""
+        for length, name in reversed(list(enumerate(_hashes(ids), 1))):
+            prefix = self._by_hash.get(name)
+            if prefix is not None and prefix.ids == tuple(ids[:length]):
+                self._by_hash.move_to_end(name)
+                return prefix
+        return None
+
+    def clear(self) -> None:
+        self._by_hash.clear()
+        self.bytes = 0
+
+    def _remove(self, name: int) -> None:
+        prefix = self._by_hash.pop(name, None)
+        self.bytes -= total_bytes(prefix.state) if prefix else 0
+
+    def __iter__(self) -> Iterator[Prefix]:
+        return iter(list(self._by_hash.values()))
+
+
+def _hashes(ids: Sequence[int]) -> list[int]:
+    """The hash of each prefix, each from the one before."""
+    hashes, last = [], 0
+    for token in ids:
+        last = hash((last, token))
+        hashes.append(last)
+    return hashes

@@ -1,0 +1,388 @@
+"""Continuous batching: requests join at the next step and leave at their end, over a fixed number of slots.
+
+A thread repeats one *turn*: put waiting sequences into free slots, read one chunk of their prompts, make one decoding
+step, hand out the tokens of the step before. So a long prompt delays the others by one chunk per step, and the device
+computes a step while the tokens of the last one are handed out.
+
+Nothing here knows of HTTP or of text. Requests come by `submit` and `cancel`, from any thread. Events go to `deliver`,
+in the scheduler's thread, those of a turn together.
+"""
+
+import collections
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from t2r.decode.sampling import Sampling
+from t2r.serve.prefixes import PrefixCache
+from t2r.serve.problem import Problem
+from t2r.serve.slots import Beginning, LogProbs, Slots
+
+GREEDY = Sampling()
+
+
+@dataclass(eq=False)
+class Request:
+    """What a client asks for: `choices` continuations of the same tokens."""
+
+    ids: list[int]
+    most: int  # tokens of each continuation
+    sampling: Sampling = GREEDY
+    seed: int = 0
+    choices: int = 1
+    log_probs: bool = False
+    cached: int = 0  # tokens of the prompt whose state was there already; known when its first event comes
+
+
+class TokenLogProbs(NamedTuple):
+    """The log-probability of a token, and the likeliest tokens with theirs."""
+
+    chosen: float
+    likeliest: list[tuple[int, float]]
+
+
+class Event(NamedTuple):
+    """A new token of a request's choice, its end, or both; a problem ends all choices."""
+
+    request: Request
+    choice: int
+    token: int | None = None
+    finish: str | None = None  # "stop": a stop token, which is not part of the text; "length"
+    log_probs: TokenLogProbs | None = None
+    problem: Problem | None = None
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """One choice of a request, waiting or in a slot."""
+
+    request: Request
+    choice: int
+    slot: int = -1
+    read: int = 0  # tokens that the state in the slot has read, steps under way included
+    last_read: int = 0  # which call read a part of the prompt last
+    tokens: list[int] = field(default_factory=list)  # generated so far
+    start: Any = None  # (state, tokens read) of the first choice, for the others
+    ended: bool = False
+
+    @property
+    def unread(self) -> list[int]:
+        """The tokens of the prompt that must be read before the first step, which reads the last one."""
+        return self.request.ids[self.read : -1]
+
+
+@dataclass
+class Counters:
+    """What has happened since the start."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: int = 0
+    steps: int = 0
+    failures: int = 0
+
+
+class Scheduler:
+    """Decodes requests together. `stops` are the tokens that end a text; `queue` is how many choices may wait."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        stops: Iterable[int],
+        deliver: Callable[[list[Event]], None],
+        *,
+        queue: int = 1024,
+        cache_bytes: int = 0,
+    ):
+        self.slots, self._stops, self._deliver, self._queue = slots, frozenset(stops), deliver, queue
+        self.prefixes, self.counters, self.failure = PrefixCache(cache_bytes), Counters(), None
+        self._changed = threading.Condition()  # guards the next four
+        self._submitted: list[_Sequence] = []
+        self._cancelled: list[tuple[Request, int | None]] = []
+        self._unfinished = 0  # choices that wait or run
+        self._closing: float | None = None  # when what still runs is given up
+        # Of the scheduler's thread only.
+        self._waiting = collections.deque[_Sequence]()
+        self._in_slots: dict[int, _Sequence] = {}
+        self._followers: dict[Request, list[_Sequence]] = {}  # choices that wait for the first one's state
+        self._last_step: tuple[Any, LogProbs | None, list[_Sequence]] | None = None
+        self._events: list[Event] = []
+        self._reads = 0  # calls that read prompts
+        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
+
+    # From any thread.
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Begins a request as soon as there is a slot; raises a Problem if the queue is full."""
+        with self._changed:
+            if self._closing is not None:
+                raise Problem(503, "the server is shutting down: send the request to another one")
+            if self._unfinished + request.choices > self.slots.count + self._queue:
+                raise Problem(
+                    429,
+                    f"{self._unfinished} answers are being written or wait, and {self.slots.count} slots with a queue "
+                    f"of {self._queue} take no {request.choices} more: try again later",
+                )
+            self._unfinished += request.choices
+            self.counters.requests += 1
+            self._submitted += [_Sequence(request, choice) for choice in range(request.choices)]
+            self._changed.notify()
+
+    def cancel(self, request: Request, choice: int | None = None) -> None:
+        """Ends a choice, or all, at the next step. There will be no event for it; one that has ended is ignored."""
+        with self._changed:
+            self._cancelled.append((request, choice))
+            self._changed.notify()
+
+    def close(self, grace: float) -> None:
+        """Takes no more requests, refuses those that wait, and gives those that run some seconds to end."""
+        with self._changed:
+            if self._closing is None:
+                self._closing = time.monotonic() + grace
+            self._changed.notify()
+
+    def join(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+
+    def status(self) -> dict[str, Any]:
+        """What is running now."""
+        return {
+            "alive": self._thread.is_alive(),
+            "running": len(self._in_slots),
+            "waiting": max(self._unfinished - len(self._in_slots), 0),
+            "failures": self.counters.failures,
+            "last_failure": self.failure,
+        }
+
+    # In the scheduler's thread.
+
+    def _run(self) -> None:
+        while True:
+            try:
+                while self._turn():
+                    pass
+                return
+            except BaseException as error:  # whatever it is, those who wait must hear of it
+                self._tell_all(error)
+            try:
+                self.prefixes.clear()
+                self.slots.clear()
+            except Exception as error:  # there is not even memory to begin again
+                self._tell_all(error)
+                return self.close(0)
+
+    def _turn(self) -> bool:
+        """One turn; False when the scheduler is closed and nothing is left to do."""
+        with self._changed:
+            idle = not (self._in_slots or self._waiting or self._last_step)
+            while idle and not self._submitted and not self._cancelled and self._closing is None:
+                self._changed.wait()
+            for sequence in self._submitted:
+                if sequence.choice == 0:
+                    self._waiting.append(sequence)
+                else:
+                    self._followers.setdefault(sequence.request, []).append(sequence)
+            self._submitted = []
+            cancelled, self._cancelled = self._cancelled, []
+            closing = self._closing
+        self._drop(cancelled)
+        if closing is not None:
+            self._refuse_waiting()
+            if time.monotonic() > closing:
+                self._fail(Problem(503, "the server was shut down before the answer was complete"))
+        self._admit()
+        self._read_prompts()
+        self._fit()
+        step = self._step()
+        self._hand_out(self._last_step)
+        self._last_step = step
+        self._send()
+        return closing is None or bool(self._in_slots or self._last_step)
+
+    def _drop(self, cancelled: list[tuple[Request, int | None]]) -> None:
+        for request, choice in cancelled:
+            own = lambda s, r=request, c=choice: s.request is r and c in (None, s.choice)  # noqa: E731
+            for sequence in [s for s in (*self._in_slots.values(), *self._waiting) if own(s)]:
+                if sequence.tokens:
+                    self._keep(sequence)
+                self._end(sequence)
+            followers = self._followers.get(request, [])
+            for sequence in [s for s in followers if own(s)]:
+                self._end(sequence)
+            self._release_followers(request)
+
+    def _admit(self) -> None:
+        """Puts waiting sequences into the first free slots, with the longest part of their prompt that is known."""
+        free = (slot for slot in range(self.slots.count) if slot not in self._in_slots)
+        begun = []  # with the state that each begins with
+        for slot in itertools.islice(free, len(self._waiting)):
+            sequence = self._waiting.popleft()
+            request, state = sequence.request, None
+            if sequence.start is not None:
+                state, sequence.read = sequence.start
+            elif (prefix := self.prefixes.longest(request.ids[:-1])) is not None:
+                state, sequence.read = prefix.state, len(prefix.ids)
+                request.cached = sequence.read
+                self.counters.cached_tokens += sequence.read
+            if sequence.choice == 0:
+                self.counters.prompt_tokens += len(request.ids)
+            sequence.slot, sequence.start = slot, None
+            begun.append((sequence, state))
+        self._in_slots |= {sequence.slot: sequence for sequence, _ in begun}
+        self._fit()
+        if begun:
+            self.slots.begin([_beginning(sequence) for sequence, _ in begun])
+        for sequence, state in begun:
+            if state is not None:
+                self.slots.load(sequence.slot, state)
+            if not sequence.unread:
+                self._prompt_is_read(sequence)
+
+    def _fit(self) -> None:
+        """Arrays large enough for what is in the slots, and for what the next chunk or step adds."""
+        if self._in_slots:  # one more than is read: a step reads the last token
+            longest = max(s.read + (min(len(s.unread), self._chunk(s)) or 1) for s in self._in_slots.values())
+            self.slots.fit(max(self._in_slots) + 1, longest)
+
+    def _chunk(self, sequence: _Sequence) -> int:
+        return self.slots.chunk_of(len(sequence.unread))
+
+    def _read_prompts(self) -> None:
+        """One chunk of the prompt that was not read for longest, and of others whose next chunk has the same length."""
+        reading = sorted((s for s in self._in_slots.values() if s.unread), key=lambda s: s.last_read)
+        if not reading:
+            return
+        self._reads += 1
+        chunk = self._chunk(reading[0])
+        group = [s for s in reading if self._chunk(s) == chunk][: self.slots.rows_of(chunk)]
+        self.slots.read([s.slot for s in group], [s.unread[:chunk] for s in group], chunk)
+        for sequence in group:
+            sequence.read += len(sequence.unread[:chunk])
+            sequence.last_read = self._reads
+            if not sequence.unread:
+                self._prompt_is_read(sequence)
+
+    def _prompt_is_read(self, sequence: _Sequence) -> None:
+        """Keeps the state after a prompt, and lets the other choices of the request begin with it."""
+        request, shares = sequence.request, sequence.request in self._followers
+        new = self.prefixes.keeps and sequence.choice == 0 and sequence.read > request.cached
+        if not (shares or new):
+            return
+        state = self.slots.copy(sequence.slot, sequence.read)
+        if new:
+            self.prefixes.add(request.ids[:-1], state)
+        self._release_followers(request, (state, sequence.read))
+
+    def _release_followers(self, request: Request, start: Any = None) -> None:
+        """Lets the other choices begin; if the first was cancelled before its prompt was read, they read it."""
+        if start is None and any(s.request is request and s.choice == 0 for s in self._waiting):
+            return
+        if start is None and any(s.request is request and s.unread for s in self._in_slots.values()):
+            return
+        followers = [s for s in self._followers.pop(request, []) if not s.ended]
+        for sequence in followers:
+            sequence.start = start
+        self._waiting.extendleft(reversed(followers))
+
+    def _step(self) -> tuple[Any, LogProbs | None, list[_Sequence]] | None:
+        """Begins a decoding step of all slots whose prompt is read."""
+        active = [s for s in self._in_slots.values() if not s.unread]
+        if not active:
+            return None
+        log_probs = any(s.request.log_probs for s in active)
+        tokens, extra = self.slots.step([s.slot for s in active], log_probs)
+        for sequence in active:
+            sequence.read += 1
+        self.counters.steps += 1
+        return tokens, extra, active
+
+    def _hand_out(self, step: tuple[Any, LogProbs | None, list[_Sequence]] | None) -> None:
+        """The tokens of a step as events. Sequences that have ended since it began are left out."""
+        if step is None:
+            return
+        tokens, extra, active = step
+        values = np.asarray(tokens).tolist()  # waits for the device
+        extra = extra and jax.tree.map(np.asarray, extra)
+        for sequence in active:
+            if sequence.ended:
+                continue
+            request, token = sequence.request, values[sequence.slot]
+            sequence.tokens.append(token)
+            self.counters.tokens += 1
+            finish = "stop" if token in self._stops else "length" if len(sequence.tokens) == request.most else None
+            log_probs = _of_slot(extra, sequence.slot) if request.log_probs else None
+            self._events.append(Event(request, sequence.choice, token, finish, log_probs))
+            if finish:
+                self._keep(sequence)
+                self._end(sequence)
+
+    def _keep(self, sequence: _Sequence) -> None:
+        """Keeps the state after an answer: the next turn of a conversation begins with it."""
+        if self.prefixes.keeps:
+            ids = (sequence.request.ids + sequence.tokens)[: sequence.read]
+            self.prefixes.add(ids, self.slots.copy(sequence.slot, sequence.read))
+
+    def _end(self, sequence: _Sequence) -> None:
+        """Takes a sequence out of its slot or of the queue."""
+        if sequence.ended:
+            return
+        sequence.ended = True
+        if self._in_slots.get(sequence.slot) is sequence:
+            del self._in_slots[sequence.slot]
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+        with self._changed:
+            self._unfinished -= 1
+
+    def _refuse_waiting(self) -> None:
+        waiting = [*self._waiting, *(s for followers in self._followers.values() for s in followers)]
+        self._followers.clear()
+        self._fail(Problem(503, "the server is shutting down: send the request to another one"), waiting)
+
+    def _fail(self, problem: Problem, sequences: list[_Sequence] | None = None) -> None:
+        """Ends sequences, by default all, with a problem."""
+        if sequences is None:
+            followers = [s for group in self._followers.values() for s in group]
+            sequences = [*self._in_slots.values(), *self._waiting, *followers]
+            self._followers.clear()
+        for sequence in sequences:
+            self._end(sequence)
+            self._events.append(Event(sequence.request, sequence.choice, problem=problem))
+
+    def _send(self) -> None:
+        events, self._events = self._events, []
+        if events:
+            self._deliver(events)
+
+    def _tell_all(self, error: BaseException) -> None:
+        """Ends all sequences with the error that has stopped the work."""
+        self.failure = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        self.counters.failures += 1
+        with self._changed:
+            submitted, self._submitted = self._submitted, []
+        self._waiting.extend(submitted)
+        self._events, self._last_step = [], None
+        self._fail(Problem(500, f"the worker failed ({self.failure}) and begins again: send the request again"))
+        with self._changed:
+            self._unfinished = len(self._submitted)  # it may have failed between two counts
+        self._send()
+
+
+def _of_slot(extra: LogProbs, slot: int) -> TokenLogProbs:
+    likeliest = zip(extra.tokens[slot].tolist(), extra.likeliest[slot].tolist())
+    return TokenLogProbs(float(extra.chosen[slot]), list(likeliest))
+
+
+def _beginning(sequence: _Sequence) -> Beginning:
+    request = sequence.request
+    return Beginning(sequence.slot, request.ids[-1], request.sampling, request.seed, sequence.choice)

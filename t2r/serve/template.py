@@ -1,0 +1,111 @@
+"""Chat templates: the text in which a model was trained to see a conversation, as a Jinja program."""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+from t2r.data.tokenizer import Hub
+from t2r.errors import InputError
+from t2r.extras import require
+from t2r.files import read_file, read_json
+from t2r.store.model_dir import LoadedModel, resolve
+
+MOST_CHARACTERS = 10_000_000  # of a rendered conversation: a template may repeat without end
+
+Message = dict[str, str]  # {"role": ..., "content": ...}
+
+
+class ChatTemplate:
+    """Renders conversations; templates come with models from anywhere, so they run in Jinja's sandbox."""
+
+    def __init__(self, source: str, tokenizer: Hub):
+        self._tokenizer = tokenizer
+        self._tokens = {"bos_token": tokenizer.piece(tokenizer.end), "eos_token": tokenizer.piece(tokenizer.stop)}
+        sandbox = require("jinja2.sandbox", "serve")
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _now
+        try:
+            self._template = environment.from_string(source)
+        except Exception as error:  # Jinja raises many kinds
+            raise InputError(f"the chat template is not valid Jinja ({_short(error)}): give another") from None
+
+    def text(self, messages: list[Message], *, answer_follows: bool = True) -> str:
+        """The conversation as text; with `answer_follows` up to where the model's answer begins."""
+        try:
+            parts = self._template.generate(
+                messages=messages, add_generation_prompt=answer_follows, tools=None, documents=None, **self._tokens
+            )
+            text = ""
+            for part in parts:
+                text += part
+                if len(text) > MOST_CHARACTERS:
+                    raise InputError(f"the chat template writes more than {MOST_CHARACTERS:,} characters")
+            return text
+        except InputError:
+            raise
+        except Exception as error:  # a template may do anything
+            raise InputError(f"the chat template refuses these messages: {_short(error)}") from None
+
+    def ids(self, messages: list[Message]) -> list[int]:
+        """The conversation as tokens; the template writes special tokens, also the first one, itself."""
+        return self._tokenizer.encode(self.text(messages)) or [self._tokenizer.end]
+
+
+def _refuse(message: str) -> None:
+    raise InputError(f"the chat template refuses these messages: {message}")
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def find_template(name: str, loaded: LoadedModel, given: str | None = None) -> ChatTemplate | None:
+    """The template of a model: in the file `given`, in its directory, or in the directory that it was imported from.
+
+    None if there is none, or if the tokenizer is of another kind than chat models have.
+    """
+    source = read_file(Path(given), "give a file with a Jinja template") if given else _stored(name, loaded)
+    if source is None:
+        return None
+    if not isinstance(loaded.tokenizer, Hub):
+        if given:
+            raise InputError(f"--chat_template={given}: chat needs the tokenizer of a Hugging Face model")
+        return None
+    return ChatTemplate(source, loaded.tokenizer)
+
+
+def _stored(name: str, loaded: LoadedModel) -> str | None:
+    sources = [str(entry["source"]) for entry in loaded.provenance["history"] if entry.get("action") == "import"]
+    kept = getattr(loaded.tokenizer, "chat_template", None)
+    if kept is not None:
+        return kept
+    for folder in [resolve(name), *map(Path, sources)]:
+        if (folder / Hub.template_file).is_file():
+            return read_file(folder / Hub.template_file, "copy it again")
+        if (folder / "tokenizer_config.json").is_file():
+            stored = read_json(folder / "tokenizer_config.json", "copy it again").get("chat_template")
+            if isinstance(stored, list):  # several, by name
+                named = {str(item.get("name")): item.get("template") for item in stored if isinstance(item, dict)}
+                stored = named.get("default")
+            if isinstance(stored, str):
+                return stored
+    return None
+
+
+def content_text(content: Any) -> str | None:
+    """The text of a message's content: a string, or a list of text parts; None if it is something else."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        texts = [part.get("text") for part in content]
+        return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+    return None
