@@ -18,6 +18,7 @@ from t2r.decode.sampling import Sampling, choose
 from t2r.decode.state_file import load_generation, save_generation
 from t2r.decode.text import generate_text
 from t2r.errors import InputError
+from t2r.model.config import AttentionSpec
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.store import model_dir
 from t2r.store.model_dir import LoadedModel
@@ -248,3 +249,10 @@ def test_text_is_streamed_token_by_token(saved_lm):
     assert "".join(pieces) == whole.texts[0] and whole.tokens > 70
     assert len(pieces) == whole.tokens + (whole.tokens < 90) + 1, "one piece per token, one for a stop, one at the end"
     assert generate_text(loaded, ["The"], 90, sampling=sampling, seed=6).texts == whole.texts
+
+
+def test_prompts_padded_to_a_width_give_the_same_tokens():
+    model = make_model(micro(attention=(AttentionSpec("linear", "t2r", 8), AttentionSpec())))
+    prompts = [[5, 6, 7], [8]]
+    plain, padded = (generate_tokens(model, prefill(model, prompts, 6, width=w), 6, end=1)[1] for w in (1, 12))
+    assert plain == padded
