@@ -36,6 +36,8 @@ from t2r.model.parameters import arrays_of, with_arrays
 from t2r.store import model_dir
 from t2r.store.model_dir import LoadedModel
 from tests.commands.test_export import NEW_CODES, SPECIAL, SUBWORDS
+from tests.importers.make_references import FOLDER
+from tests.importers.test_importers import load as load_imported
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -143,6 +145,18 @@ def test_a_language_model_equals_the_original(kind, tmp_path, tokenizer):
         assert row[: len(ids)] == ids and all(
             i in (*stop_ids(tokenizer), theirs.config.pad_token_id) for i in row[len(ids) :]
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama3", "phi3_long", "olmo2", "gemma3", "gpt2", "gptj", "falcon_new", "granite"])
+def test_an_imported_model_equals_the_original_again(family, tmp_path, tokenizer):
+    """From transformers to t2r and back: the logits are those that the original library gave."""
+    model, _ = load_imported(FOLDER / family)
+    theirs, _ = exported(tmp_path / "out", LoadedModel(model, tokenizer, {"history": []}))
+    reference = np.load(FOLDER / family / "reference.npz")
+    with torch.no_grad():
+        logits = theirs(torch.tensor(reference["input_ids"]).long()).logits
+    assert largest_difference(logits, reference["logits"], np.ones(reference["input_ids"].shape, bool)) < 1e-4
 
 
 @pytest.mark.slow

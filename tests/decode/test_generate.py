@@ -19,6 +19,7 @@ from t2r.decode.sampling import Sampling, choose
 from t2r.decode.state_file import load_generation, save_generation
 from t2r.decode.text import SEPARATOR, generate_text, write_texts
 from t2r.errors import InputError
+from t2r.model.config import AttentionSpec
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.store import model_dir
 from t2r.store.model_dir import LoadedModel
@@ -262,3 +263,10 @@ def test_a_file_of_texts_has_those_that_ended(tmp_path, saved_lm):
     all_of_a_batch = generate_text(loaded, ["The"] * 16, 64, sampling=Sampling(1.0))
     ended = [text for text, done in zip(all_of_a_batch.texts, all_of_a_batch.generation.done.tolist()) if done]
     assert 0 < len(ended) < 16 and texts[: len(ended)] == [("The" + text).strip() for text in ended][:5]
+
+
+def test_prompts_padded_to_a_width_give_the_same_tokens():
+    model = make_model(micro(attention=(AttentionSpec("linear", "t2r", 8), AttentionSpec())))
+    prompts = [[5, 6, 7], [8]]
+    plain, padded = (generate_tokens(model, prefill(model, prompts, 6, width=w), 6, end=1)[1] for w in (1, 12))
+    assert plain == padded
