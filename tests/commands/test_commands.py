@@ -216,7 +216,7 @@ def test_the_quickstart_runs_from_end_to_end(tmp_path):
     for figure in ("transformer_perplexity", "swapped_recall", "window_perplexity"):
         assert f"<td>{summary[figure]:.2f}</td>" in page
     assert not any(external in page for external in ("<script src", "<link", 'src="http', "@import"))
-    assert "<small>Made in" in page and "with Python" in page and "{" not in page.partition("<small>")[2]
+    assert "<small>Made in" in page and "with Python" in page and "{" not in page.partition("<small>Made in")[2]
     assert "merge" in (tmp_path / "run" / "t2r" / "provenance.json").read_text()
 
     assert "merge" not in (tmp_path / "run" / "window" / "provenance.json").read_text()
