@@ -101,10 +101,10 @@ def _quality(report: Report) -> list[str]:
         "<p><b>Perplexity:</b> how surprised the model is by held-out text; lower is better. 4 means: as unsure of the "
         f"next token as if it chose among 4. Finetuning recovered {report.recovered:.1%} of what the swap cost.</p>",
         "<p><b>Recall:</b> the perplexity of a text that the model has just read once, when it comes again; 1 is a "
-        "perfect memory. This transformer is too small to have learned to repeat; one that has loses more of it.</p>",
+        "perfect memory. The transformer that ships has not learned to repeat.</p>",
         "<p><b>T2R</b> is the method of the paper: attention is linear for all tokens, and its feature map, which "
-        "starts at random, is merged into the weights after finetuning. It gains from many more steps than these "
-        "(<code>--steps</code>).</p>",
+        "starts at random, is merged into the weights after finetuning. <code>--steps</code> gives it more "
+        "steps than these few.</p>",
         "<p><b>With a window</b>, attention stays exact for the last 64 tokens and the first 4, and is linear for all "
         "others; each attention is first fitted to the one it replaces. This is what <code>t2r convert</code> does "
         "unless told otherwise.</p>",
