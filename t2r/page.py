@@ -24,6 +24,7 @@ figure svg { display: block; max-width: 100%; height: auto; margin: auto; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14rem; overflow: auto; }
 pre { background: #8881; padding: .8rem; border-radius: 6px; }
 small { opacity: .75; }
+h3 small { font-weight: normal; }
 blockquote { margin: 0; padding: .8rem 1rem; background: #8881; border-radius: 6px; }
 section { border: 1px solid #8884; border-radius: 6px; padding: 0 1rem; margin: .5rem 0; }
 .beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: 0 1rem; }

@@ -20,9 +20,8 @@ REPORT = Report(
     parameters=3_100_000,
     layers=6,
     data="builtin:stories",
-    training_texts=1312,
     steps={"t2r": 120, "window": 24},
-    training_seconds={"t2r": 111.6, "window": 35.2},
+    stories_per_step=8,
     scores={
         "transformer": {"perplexity": 4.111, "recall": 2.222},
         "swapped": {"perplexity": 44.444, "recall": 41.0},
@@ -58,8 +57,8 @@ def test_the_page_says_what_was_converted_what_it_cost_and_what_it_brought(tmp_p
     page = (tmp_path / "report.html").read_text("utf-8")
     text = words(page)
     assert "A transformer of 3.1 million parameters that writes stories. The softmax attention of all 6 layers" in text
-    assert "112 seconds of finetuning on 1,312 stories that the transformer had written itself" in text
-    assert "perplexity of 5.01 where the transformer has 4.11; with a window of exact attention, 35 seconds" in text
+    assert "120 steps of finetuning, each on 8 stories that the transformer had written itself" in text
+    assert "perplexity of 5.01 where the transformer has 4.11. With a window of exact attention, 24 steps" in text
     assert "At 2,048 tokens T2R generates 8.0 times as fast as the transformer, with 1/144 of its memory" in text
     assert "how surprised the model is by held-out text; lower is better" in text and "recovered 97.8%" in text
     assert "T2R with a window, 24 steps 4.22 3.33" in text and "swapped, not finetuned 44.44 41.00" in text
@@ -69,7 +68,7 @@ def test_the_page_says_what_was_converted_what_it_cost_and_what_it_brought(tmp_p
 
 def test_the_page_says_on_which_data_of_ones_own(tmp_path):
     write_report(tmp_path / "report.html", REPORT._replace(data="text:<mine>.txt"))
-    assert "finetuning on text:<mine>.txt, and" in words((tmp_path / "report.html").read_text("utf-8"))
+    assert "each on 8 texts of text:<mine>.txt, and" in words((tmp_path / "report.html").read_text("utf-8"))
 
 
 @pytest.mark.slow

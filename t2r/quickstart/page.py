@@ -28,9 +28,8 @@ class Report(NamedTuple):
     parameters: int
     layers: int
     data: str
-    training_texts: int
     steps: dict[str, int]  # t2r, window → finetuning steps
-    training_seconds: dict[str, float]
+    stories_per_step: int
     scores: dict[str, dict[str, float]]  # model → perplexity, recall
     recovered: float  # (swapped - T2R) / (swapped - transformer) in perplexity
     speeds: dict[str, list[DecodeSpeed]]  # transformer, t2r, window → speed by length
@@ -50,15 +49,15 @@ def write_report(path: Path, report: Report) -> None:
 def _introduction(report: Report) -> list[str]:
     last = {name: runs[-1] for name, runs in report.speeds.items()}
     cost = {name: scores["perplexity"] for name, scores in report.scores.items()}
-    written = f"{report.training_texts:,} stories that the transformer had written itself"
+    written = "stories that the transformer had written itself"
     if not report.data.startswith("builtin:"):
-        written = html.escape(report.data)
+        written = f"texts of {html.escape(report.data)}"
     cards = {
         "What was converted": f"A transformer of {report.parameters / 1e6:.1f} million parameters that writes stories. "
         f"The softmax attention of all {report.layers} layers became linear attention (T2R).",
-        "What it cost": f"{report.training_seconds['t2r']:.0f} seconds of finetuning on {written}, and a "
-        f"perplexity of {cost['t2r']:.2f} where the transformer has {cost['transformer']:.2f}; with a window of exact "
-        f"attention, {report.training_seconds['window']:.0f} seconds and {cost['window']:.2f}.",
+        "What it cost": f"{report.steps['t2r']} steps of finetuning, each on {report.stories_per_step} {written}, and "
+        f"a perplexity of {cost['t2r']:.2f} where the transformer has {cost['transformer']:.2f}. With a window of "
+        f"exact attention, {report.steps['window']} steps and {cost['window']:.2f}.",
         "What it brought": f"A state of constant size. At {last['t2r'].length:,} tokens T2R generates "
         f"{last['transformer'].step_seconds / last['t2r'].step_seconds:.1f} times as fast as the transformer, with "
         f"1/{last['transformer'].state_bytes / last['t2r'].state_bytes:.0f} of its memory.",
@@ -102,10 +101,10 @@ def _quality(report: Report) -> list[str]:
         "<p><b>Perplexity:</b> how surprised the model is by held-out text; lower is better. 4 means: as unsure of the "
         f"next token as if it chose among 4. Finetuning recovered {report.recovered:.1%} of what the swap cost.</p>",
         "<p><b>Recall:</b> the perplexity of a text that the model has just read once, when it comes again; 1 is a "
-        "perfect memory. This transformer is too small to have learned to repeat; one that has loses more of it.</p>",
+        "perfect memory. The transformer that ships has not learned to repeat.</p>",
         "<p><b>T2R</b> is the method of the paper: attention is linear for all tokens, and its feature map, which "
-        "starts at random, is merged into the weights after finetuning. It gains from many more steps than these "
-        "(<code>--steps</code>).</p>",
+        "starts at random, is merged into the weights after finetuning. <code>--steps</code> gives it more "
+        "steps than these few.</p>",
         "<p><b>With a window</b>, attention stays exact for the last 64 tokens and the first 4, and is linear for all "
         "others; each attention is first fitted to the one it replaces. This is what <code>t2r convert</code> does "
         "unless told otherwise.</p>",

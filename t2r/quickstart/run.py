@@ -69,10 +69,9 @@ def quickstart(
     report = Report(
         parameters=parameter_count(arrays_of(transformer.model)),
         layers=transformer.model.config.layers,
-        training_texts=converted.training_texts,
         data=configs["t2r"].data.source,
         steps={name: config.steps for name, config in configs.items()},
-        training_seconds=converted.training_seconds,
+        stories_per_step=configs["t2r"].data.batch,
         scores=converted.scores,
         recovered=(perplexities["swapped"] - perplexities["t2r"]) / lost,
         speeds=speeds,
@@ -103,8 +102,6 @@ class Converted(NamedTuple):
 
     scores: dict[str, dict[str, float]]  # transformer, swapped, t2r, window → perplexity, recall
     stories: dict[str, str]  # model → continuation of the prompt
-    training_texts: int
-    training_seconds: dict[str, float]  # t2r, window → seconds of finetuning
 
 
 def convert(transformer: LoadedModel, configs: dict[str, ConfigDict], workdir: Path) -> Converted:
@@ -127,11 +124,9 @@ def convert(transformer: LoadedModel, configs: dict[str, ConfigDict], workdir: P
     models = {"transformer": transformer, "swapped": swapped}
     scores = {name: score(loaded.model) for name, loaded in models.items()}
 
-    seconds = {}
     for number, (name, config) in enumerate(configs.items(), 3):
         say(f"{number}/6  finetune {LABELS[name]} for {config.steps} steps")
         finetuned = model_dir.load(train(config, workdir / "finetune" / name)["model"])
-        seconds[name] = finetuned.provenance["history"][-1]["seconds"]
         # Attention with a window needs queries and keys beside φ of them: it stays as it is.
         models[name] = finetuned if config.convert.window else merge_model(finetuned)
         scores[name] = score(models[name].model)
@@ -142,12 +137,7 @@ def convert(transformer: LoadedModel, configs: dict[str, ConfigDict], workdir: P
     def tell(loaded: LoadedModel) -> str:
         return generate_text(loaded, [PROMPT], STORY_LENGTH, sampling=SAMPLING).texts[0]
 
-    converted = Converted(
-        scores=scores,
-        stories={name: tell(loaded) for name, loaded in models.items()},
-        training_texts=len(load_documents(data.source, "train")),
-        training_seconds=seconds,
-    )
+    converted = Converted(scores, {name: tell(loaded) for name, loaded in models.items()})
     write_json(workdir / "converted.json", {"request": request_of(configs), **converted._asdict()})
     return converted
 
