@@ -1,7 +1,7 @@
 """Serve a model over HTTP, with OpenAI's endpoints and a page on which it races the transformer it was made from.
 
 t2r serve --model=MODEL [--transformer=MODEL] [--host=127.0.0.1 --port=8000]
-    [--slots=64 --capacity=N --queue=1024 --cache_mib=256 --timeout=600 --body_kib=1024 --grace=10]
+    [--slots=64 --capacity=N --queue=1024 --cache_mib=256 --states=DIR --timeout=600 --body_kib=1024 --grace=10]
 
 Endpoints: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics, and the page /. Without --transformer
 the one that the model's provenance names is served, too, if it is there. Ctrl-C or SIGTERM ends the server.
@@ -29,6 +29,7 @@ _CAPACITY = flags.DEFINE_integer(
 )
 _QUEUE = flags.DEFINE_integer("queue", 1024, "Answers that may wait for a slot.", lower_bound=0)
 _CACHE = flags.DEFINE_integer("cache_mib", 256, "MiB for states of earlier prompts; 0: none are kept.", lower_bound=0)
+_STATES = flags.DEFINE_string("states", None, "Folder that keeps these states when the server ends, for the next one.")
 _TIMEOUT = flags.DEFINE_float("timeout", 600, "Most seconds of a request.", lower_bound=0.001)
 _BODY = flags.DEFINE_integer("body_kib", 1024, "Most KiB of a request's body.", lower_bound=1, upper_bound=2**20)
 _GRACE = flags.DEFINE_float("grace", 10, "Seconds that running answers have when the server ends.", lower_bound=0)
@@ -43,7 +44,9 @@ def main() -> dict[str, Any]:
     from t2r.serve.served import Limits
     from t2r.serve.server import serve
 
-    limits = Limits(_SLOTS.value, _CAPACITY.value, _QUEUE.value, _CACHE.value, _TIMEOUT.value, _WARM_UP.value)
+    limits = Limits(
+        _SLOTS.value, _CAPACITY.value, _QUEUE.value, _CACHE.value, _TIMEOUT.value, _STATES.value, _WARM_UP.value
+    )
     return serve(
         _MODEL.value,
         _TRANSFORMER.value,

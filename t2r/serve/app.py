@@ -60,7 +60,7 @@ class Server:
         yield
         self.close(0)
         for model in self.models.values():
-            await asyncio.to_thread(model.scheduler.join, 10)
+            await asyncio.to_thread(model.close)
 
     def close(self, grace: float) -> None:
         """Refuses what waits, and gives what runs some seconds to end."""

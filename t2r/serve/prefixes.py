@@ -1,11 +1,22 @@
 """The states after prompts and answers, kept so that a prompt that begins like one of them is not read again."""
 
+import json
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+
+from t2r.attention.softmax import KVCache
+from t2r.decode.generate import Generation
+from t2r.decode.state_file import load_generation, save_generation
 from t2r.environment import total_bytes
-from t2r.model.transformer import DecodeState
+from t2r.files import atomic_file, make_folder, read_json
+from t2r.model.transformer import DecodeState, LanguageModel
+
+LIST = "prefixes.json"  # in a folder of states: file name → tokens
 
 
 class Prefix(NamedTuple):
@@ -68,3 +79,28 @@ def _hashes(ids: Sequence[int]) -> list[int]:
         last = hash((last, token))
         hashes.append(last)
     return hashes
+
+
+def save_prefixes(folder: Path, prefixes: Iterable[Prefix], model: LanguageModel) -> None:
+    """Writes each state as a file of `t2r generate --save_state`, and a list of their tokens."""
+    make_folder(folder)
+    names = {}
+    for number, (ids, state) in enumerate(prefixes):
+        names[f"{number}.state"] = ids
+        first = lambda x: x._replace(index=x.index[0]) if isinstance(x, KVCache) else x  # noqa: E731
+        state = state._replace(layers=tuple(map(first, state.layers)))
+        key = jax.random.key_data(jax.random.key(0))
+        generation = Generation(state, jnp.zeros(1, jnp.int32), jnp.zeros(1, bool), key)
+        save_generation(folder / f"{number}.state", generation, model)
+    with atomic_file(folder / LIST) as unfinished:  # last: what it does not name is not read
+        unfinished.write_text(json.dumps(names))
+
+
+def load_prefixes(folder: Path, cache: PrefixCache, model: LanguageModel) -> None:
+    """Adds the states in a folder, if there are any; they must be this model's."""
+    if not (folder / LIST).exists():
+        return
+    for name, ids in read_json(folder / LIST, "remove the folder: states are then computed again").items():
+        state = load_generation(folder / name, model).state
+        own = lambda x: x._replace(index=x.index[None]) if isinstance(x, KVCache) else x  # noqa: E731
+        cache.add(ids, state._replace(layers=tuple(map(own, state.layers))))

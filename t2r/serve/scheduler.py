@@ -10,6 +10,7 @@ in the scheduler's thread, those of a turn together.
 
 import collections
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -103,11 +104,12 @@ class Scheduler:
     ):
         self.slots, self._stops, self._deliver, self._queue = slots, frozenset(stops), deliver, queue
         self.prefixes, self.counters, self.failure = PrefixCache(cache_bytes), Counters(), None
-        self._changed = threading.Condition()  # guards the next four
+        self._changed = threading.Condition()  # guards the next five
         self._submitted: list[_Sequence] = []
         self._cancelled: list[tuple[Request, int | None]] = []
         self._unfinished = 0  # choices that wait or run
         self._closing: float | None = None  # when what still runs is given up
+        self._ended = False  # by a failure after which it could not begin again
         # Of the scheduler's thread only.
         self._waiting = collections.deque[_Sequence]()
         self._in_slots: dict[int, _Sequence] = {}
@@ -125,6 +127,8 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Begins a request as soon as there is a slot; raises a Problem if the queue is full."""
         with self._changed:
+            if self._ended:
+                raise Problem(500, f"the worker has ended ({self.failure}): start the server again")
             if self._closing is not None:
                 raise Problem(503, "the server is shutting down: send the request to another one")
             if self._unfinished + request.choices > self.slots.count + self._queue:
@@ -147,8 +151,7 @@ class Scheduler:
     def close(self, grace: float) -> None:
         """Takes no more requests, refuses those that wait, and gives those that run some seconds to end."""
         with self._changed:
-            if self._closing is None:
-                self._closing = time.monotonic() + grace
+            self._closing = min(self._closing or math.inf, time.monotonic() + grace)
             self._changed.notify()
 
     def join(self, timeout: float | None = None) -> None:
@@ -178,8 +181,8 @@ class Scheduler:
                 self.prefixes.clear()
                 self.slots.clear()
             except Exception as error:  # there is not even memory to begin again
-                self._tell_all(error)
-                return self.close(0)
+                self._ended = True
+                return self._tell_all(error)
 
     def _turn(self) -> bool:
         """One turn; False when the scheduler is closed and nothing is left to do."""

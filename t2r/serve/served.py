@@ -5,11 +5,15 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from t2r.console import say
 from t2r.data.tokenizer import Tokenizer, stop_ids
 from t2r.decode.text import check_language_model
 from t2r.errors import InputError
+from t2r.files import make_folder
+from t2r.serve.prefixes import load_prefixes, save_prefixes
 from t2r.serve.protocol import Asked, Choice, Writer, usage_of
 from t2r.serve.scheduler import Event, Request, Scheduler
 from t2r.serve.slots import Slots
@@ -30,6 +34,7 @@ class Limits:
     queue: int = 1024
     cache_mib: int = 256
     seconds: float = 600.0  # of one request
+    states: str | None = None  # folder that keeps the states of prompts when the server ends
     warm_up: bool = False  # all programs are compiled before the first request, not when they are needed
 
 
@@ -71,6 +76,11 @@ class ServedModel:
         slots.warm_up(everything=limits.warm_up)
         options = dict(queue=limits.queue, cache_bytes=limits.cache_mib * 2**20)
         self.scheduler = Scheduler(slots, self.stops, self._deliver, **options)
+        self._model = loaded.model
+        self._states = Path(limits.states) / name.replace("/", "_") if limits.states else None
+        if self._states:
+            make_folder(self._states)
+            load_prefixes(self._states, self.scheduler.prefixes, loaded.model)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inboxes: dict[Request, Inbox] = {}
 
@@ -84,6 +94,15 @@ class ServedModel:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.scheduler.start()
+
+    def close(self) -> None:
+        """Waits for the scheduler's end, and writes the states that it has kept."""
+        self.scheduler.join(10)
+        if self._states:
+            try:
+                save_prefixes(self._states, self.scheduler.prefixes, self._model)
+            except InputError as error:  # such as a full disk: the server ends all the same
+                say(f"the states of prompts were not kept: {error}")
 
     def _deliver(self, events: list[Event]) -> None:
         """Takes events from the scheduler's thread to the event loop's."""

@@ -15,7 +15,7 @@ from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
 from t2r.decode import generate
 from t2r.decode.generate import append_prompts, fork, generate_tokens, prefill, state_bytes
-from t2r.decode.sampling import Sampling, choose
+from t2r.decode.sampling import Sampling, choose, choose_each
 from t2r.decode.state_file import load_generation, save_generation
 from t2r.decode.text import SEPARATOR, generate_text, write_texts
 from t2r.errors import InputError
@@ -270,3 +270,26 @@ def test_prompts_padded_to_a_width_give_the_same_tokens():
     prompts = [[5, 6, 7], [8]]
     plain, padded = (generate_tokens(model, prefill(model, prompts, 6, width=w), 6, end=1)[1] for w in (1, 12))
     assert plain == padded
+
+
+def test_each_sequence_may_have_its_own_sampling():
+    """Its token is the one that `choose` gives it alone, with its own key, which only sampling changes."""
+    options = [
+        Sampling(),
+        Sampling(0.7),
+        Sampling(1.0, 5),
+        Sampling(1.3, 0, 0.6),
+        Sampling(0.9, 4, 0.8),
+        Sampling(1.0, 999),
+    ]
+    scores = 3 * jax.random.normal(jax.random.key(1), (len(options), 50))
+    keys = [jax.random.key(number) for number in range(len(options))]
+    columns = zip(*((option.temperature, option.top_k, option.top_p) for option in options))
+    given = [jnp.array(column, dtype) for column, dtype in zip(columns, (jnp.float32, jnp.int32, jnp.float32))]
+    data = jnp.stack([jax.random.key_data(key) for key in keys])
+    tokens, next_keys = choose_each(scores, *given, data)
+    split = [jax.random.split(key) for key in keys]
+    alone = [choose(scores[i : i + 1], option, split[i][1])[0] for i, option in enumerate(options)]
+    assert tokens.tolist() == [int(token) for token in alone]
+    expected = [data[0], *(jax.random.key_data(pair[0]) for pair in split[1:])]
+    assert next_keys.tolist() == jnp.stack(expected).tolist()

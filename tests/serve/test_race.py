@@ -31,7 +31,9 @@ def test_two_models_race_in_a_browser(tmp_path):
             assert len(sizes) == 7 and not any(size["cut"] for size in sizes)
             assert all(size["width"] > 60 and size["height"] > 30 for size in sizes)
             assert page.value("document.documentElement.scrollWidth <= innerWidth")
-            figures = page.value("lanes.map(own => [...own.section.querySelectorAll('dd')].map(d => +d.textContent))")
+            figures = page.value(
+                "lanes.map(own => [...own.section.querySelectorAll('dd')].map(d => +d.textContent.replaceAll(',', '')))"
+            )
             tokens, speed, seconds, state = zip(*figures)
             assert all(0 < n <= 40 for n in tokens) and all(x > 0 for x in (*speed, *seconds)) and min(state) >= 0
             assert page.value("lanes.map(own => own.model.kind)") == ["RNN", "transformer"]

@@ -10,9 +10,10 @@ import pytest
 from t2r.decode.generate import truncate_at_stop
 from t2r.decode.sampling import Sampling
 from t2r.decode.text import generate_text
+from t2r.errors import InputError
 from t2r.model.config import AttentionSpec
 from t2r.model.transformer import DecodeState
-from t2r.serve.prefixes import PrefixCache
+from t2r.serve.prefixes import PrefixCache, load_prefixes, save_prefixes
 from t2r.serve.problem import Problem
 from t2r.serve.scheduler import Request, Scheduler
 from t2r.serve.slots import Slots
@@ -132,6 +133,19 @@ def test_a_prompt_continues_from_the_state_of_an_earlier_one(kind, client):
     assert turn.cached == len(request.ids) + len(tokens)
 
 
+@pytest.mark.parametrize("kind", slow_but(KINDS, "rnn"))
+def test_states_may_be_kept_in_a_folder(kind, client, tmp_path):
+    first, second = client(kind), client(kind)
+    answer = first.ask(request := first.request(PROSE[:60]))
+    save_prefixes(tmp_path / "states", first.scheduler.prefixes, first.loaded.model)
+    load_prefixes(tmp_path / "states", second.scheduler.prefixes, second.loaded.model)
+    assert second.ask(again := second.request(PROSE[:60])) == answer
+    assert again.cached == len(request.ids) - 1
+    other = model_of("softmax" if kind == "rnn" else "rnn", first.loaded.tokenizer).model
+    with pytest.raises(InputError, match="was saved by another"):
+        load_prefixes(tmp_path / "states", PrefixCache(2**20), other)
+
+
 def test_a_long_prompt_does_not_stop_others(client):
     """One that comes later, and is short, is answered first."""
     client = client()
@@ -197,6 +211,20 @@ def test_a_killed_worker_tells_everyone_and_begins_again(client):
     assert client.ask(client.request("The lamp")) == [[client.alone("The lamp")]]
     status = client.scheduler.status()
     assert status["failures"] == 1 and status["last_failure"] == "Killed" and status["waiting"] == 0
+
+
+def test_a_worker_that_cannot_begin_again_says_so(client, monkeypatch):
+    """As when there is no memory left for new arrays."""
+    client = client(slots=1)
+    client.ask(client.request("The lamp", 2))
+    monkeypatch.setattr(client.scheduler.slots, "clear", lambda: 1 / 0)
+    monkeypatch.setattr(client.scheduler.slots, "begin", lambda beginnings: 1 / 0)
+    with pytest.raises(Problem, match=r"the worker failed \(ZeroDivisionError"):
+        client.ask(client.request("The lamp", 2))
+    client.scheduler.join(30)
+    assert not client.scheduler.status()["alive"]
+    with pytest.raises(Problem, match=r"the worker has ended \(ZeroDivisionError"):
+        client.ask(client.request("The lamp", 2))
 
 
 def test_prefixes_used_least_recently_make_room():

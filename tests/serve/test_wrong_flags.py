@@ -29,6 +29,10 @@ SERVE = [
         ("--model=builtin:tiny_lm", "--slots=65536", "--capacity=1000000", "--port=0"),
         "of 65536 slots of 1,000,000 tokens",
     ),
+    (
+        ("--model=builtin:tiny_lm", "--states=/dev/null/states", "--port=0"),
+        "cannot write /dev/null/states/builtin:tiny_lm",
+    ),
     (("--model=builtin:tiny_lm", "8000"), "unexpected arguments 8000"),
 ]
 CHAT = [
