@@ -157,8 +157,8 @@ def measure(
     address = parts.hostname, parts.port
     body = lambda i: {"model": model, "prompt": prompt(i, words), "max_tokens": length, "temperature": 0}  # noqa: E731
     bodies = [body(number % streams) for number in range(requests)]
-    asyncio.run(run_streams(address, bodies[:streams], streams))  # compiles
     alone = asyncio.run(run_streams(address, bodies[:streams], 1)) if check else None
+    asyncio.run(run_streams(address, bodies[:streams], streams))  # compiles, and leaves arrays of the size needed
     before = resident(process)
     began = time.monotonic()
     results = asyncio.run(run_streams(address, bodies, streams))
