@@ -83,6 +83,7 @@ def imported(tmp_path_factory, tokenizer):
     return folder / "a", folder / "b"
 
 
+@pytest.mark.slow
 def test_the_command(imported, text_file, tmp_path, call):
     """Figures of one point each, the page, and the JSON line."""
     transformer, swapped = imported
