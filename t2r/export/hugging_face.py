@@ -184,6 +184,8 @@ def save_hub(folder: Path, tokenizer: Hub | TokenizerPair) -> "_Names":
         tokens.post_processor = processors.TemplateProcessing(single=template, special_tokens=named)
         content = tokens.to_str()
     (folder / "tokenizer.json").write_text(content, "utf-8")
+    if not pair and tokenizer.chat_template is not None:
+        (folder / Hub.template_file).write_text(tokenizer.chat_template, "utf-8")
     return _Names(tokens)
 
 

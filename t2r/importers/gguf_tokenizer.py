@@ -65,7 +65,9 @@ def read(metadata: dict[str, Any], vocab_size: int, path: Path) -> Hub:
     except Exception as error:  # tokenizers raises plain exceptions, such as for a merge of unknown tokens
         raise InputError(f"{path} has no valid tokenizer ({error}): convert the model again") from None
     stops = list(dict.fromkeys(given[key] for key in STOPS if key in given)) or [-1]
-    return Hub(tokens.to_str(), begin, stops[0], None, stops[1:])
+    template = metadata.get("tokenizer.chat_template")
+    template = template if isinstance(template, str) else None
+    return Hub(tokens.to_str(), begin, stops[0], None, stops[1:], chat_template=template)
 
 
 def _problems(given: dict[str, Any], lists: tuple[str, ...], vocab_size: int) -> list[str]:

@@ -76,7 +76,7 @@ def hub(folder: Path, config: dict[str, Any], chosen: Languages | None = None) -
     begin = ids.get("bos_token_id")
     begin = begin if tokens.encode("a").ids[:1] == [begin] else None
     if chosen is None:
-        return Hub(content, begin, stops[0], None, stops[1:])
+        return Hub(content, begin, stops[0], None, stops[1:], chat_template=chat_template(folder))
     start, second = ids.get("decoder_start_token_id"), ids.get("forced_bos_token_id")
     available = languages(tokens)
     source, target = _language_ids(available, chosen)
@@ -89,6 +89,17 @@ def hub(folder: Path, config: dict[str, Any], chosen: Languages | None = None) -
     elif len(available) > 1 and second is None:
         say(f"{folder} has {len(available)} languages: without --target_language the model chooses")
     return Hub(content, begin, stops[0], start, stops[1:], second, source, ids.get("pad_token_id"))
+
+
+def chat_template(folder: Path) -> str | None:
+    """The template of conversations: in a file of its own, or in tokenizer_config.json, where there may be several."""
+    if (folder / Hub.template_file).is_file():
+        return _text(folder / Hub.template_file)
+    stored = _json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(stored, list):
+        named = {item.get("name"): item.get("template") for item in stored if isinstance(item, dict)}
+        stored = named.get("default")
+    return stored if isinstance(stored, str) else None
 
 
 def _default_source(folder: Path, available: dict[str, int]) -> str:

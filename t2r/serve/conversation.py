@@ -35,7 +35,7 @@ class Conversation:
     ):
         loaded = model_dir.load(model, dtype=dtype)
         check_language_model(loaded)
-        self._template = _required(find_template(model, loaded, template), model)
+        self._template = _required(find_template(loaded, template), model)
         self._tokenizer, self._stops = loaded.tokenizer, stop_ids(loaded.tokenizer)
         self._sampling, self._system, self._events = sampling, system, queue.Queue()
         slots = Slots(loaded.model, 1, capacity_of(loaded.model.config, 0))

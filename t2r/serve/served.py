@@ -66,7 +66,7 @@ class ServedModel:
         self.provenance = loaded.provenance
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.vocabulary = loaded.model.config.vocab_size
-        self.template: ChatTemplate | None = find_template(path, loaded, template)
+        self.template: ChatTemplate | None = find_template(loaded, template)
         softmax = [spec.kind == "softmax" for spec in loaded.model.config.attention]
         self.kind = "transformer" if all(softmax) else "hybrid" if any(softmax) else "RNN"
         self.capacity = capacity_of(loaded.model.config, limits.capacity)

@@ -8,8 +8,8 @@ from typing import Any
 from t2r.data.tokenizer import Hub
 from t2r.errors import InputError
 from t2r.extras import require
-from t2r.files import read_file, read_json
-from t2r.store.model_dir import LoadedModel, resolve
+from t2r.files import read_file
+from t2r.store.model_dir import LoadedModel
 
 MOST_CHARACTERS = 10_000_000  # of a rendered conversation: a template may repeat without end
 
@@ -68,37 +68,15 @@ def _short(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def find_template(name: str, loaded: LoadedModel, given: str | None = None) -> ChatTemplate | None:
-    """The template of a model: in the file `given`, in its directory, or in the directory that it was imported from.
-
-    None if there is none, or if the tokenizer is of another kind than chat models have.
-    """
-    source = read_file(Path(given), "give a file with a Jinja template") if given else _stored(name, loaded)
-    if source is None:
-        return None
-    if not isinstance(loaded.tokenizer, Hub):
-        if given:
+def find_template(loaded: LoadedModel, given: str | None = None) -> ChatTemplate | None:
+    """The template in the file `given`, or the one that the model was imported with; None if there is none."""
+    if given:
+        source = read_file(Path(given), "give a file with a Jinja template")
+        if not isinstance(loaded.tokenizer, Hub):
             raise InputError(f"--chat_template={given}: chat needs the tokenizer of a Hugging Face model")
-        return None
-    return ChatTemplate(source, loaded.tokenizer)
-
-
-def _stored(name: str, loaded: LoadedModel) -> str | None:
-    sources = [str(entry["source"]) for entry in loaded.provenance["history"] if entry.get("action") == "import"]
-    kept = getattr(loaded.tokenizer, "chat_template", None)
-    if kept is not None:
-        return kept
-    for folder in [resolve(name), *map(Path, sources)]:
-        if (folder / Hub.template_file).is_file():
-            return read_file(folder / Hub.template_file, "copy it again")
-        if (folder / "tokenizer_config.json").is_file():
-            stored = read_json(folder / "tokenizer_config.json", "copy it again").get("chat_template")
-            if isinstance(stored, list):  # several, by name
-                named = {str(item.get("name")): item.get("template") for item in stored if isinstance(item, dict)}
-                stored = named.get("default")
-            if isinstance(stored, str):
-                return stored
-    return None
+    else:
+        source = getattr(loaded.tokenizer, "chat_template", None)
+    return None if source is None else ChatTemplate(source, loaded.tokenizer)
 
 
 def content_text(content: Any) -> str | None:

@@ -57,8 +57,9 @@ LANGUAGE_MODELS = {
     "softmax": micro(**PLAIN, positions="learned", max_positions=170, embedding_norm=True, tied_output=False),
     "elu": micro(**PLAIN, attention=(spec("linear", "elu"), spec("windowed", "elu", window=70)), activation="gelu"),
     "rfa": micro(
-        **PLAIN, attention=(spec("linear", "rfa"), spec("windowed", "rfa", **WINDOW)), positions="sinusoidal_open",
-        activation="gelu_exact", norm_placement="after", output_bias=True, scale_embedding=False, position_offset=2,
+        **PLAIN, attention=(spec("linear", "rfa"), spec("windowed", "rfa_fixed", **WINDOW)),
+        positions="sinusoidal_open", activation="gelu_exact", norm_placement="after", output_bias=True,
+        scale_embedding=False, position_offset=2,
     ),
     "performer": micro(
         **PLAIN, attention=(spec("linear", "performer"), spec("windowed", "performer", **WINDOW)), positions="none",
@@ -310,7 +311,7 @@ def tokenizers_of_all_kinds(trained: SentencePiece) -> list:
         Words.train(PROSE, 50),
         FairseqWords([*SPECIAL, "fox", "lazy"]),
         subwords,
-        hub_of("<s> $A", begin=0, stop=2),
+        hub_of("<s> $A", begin=0, stop=2, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"),
         hub_of("$A", begin=None, stop=2, other_stops=[3]),
         TokenizerPair(german, german),
         TokenizerPair(subwords, FairseqSubwords(SUBWORDS[:-1], NEW_CODES)),
@@ -351,6 +352,8 @@ def test_every_tokenizer_gives_the_same_tokens_and_texts(tmp_path, tokenizer):
         batch = theirs([*texts, "fox"], padding=True)
         assert len({len(row) for row in batch.input_ids}) == 1
         assert 0 in batch.attention_mask[2] and batch.attention_mask[2][-1] == (not pair), "on the left, or at the end"
+        if getattr(target, "chat_template", None):
+            assert theirs.apply_chat_template([dict(role="user", content="Hi")], tokenize=False) == "Hi"
         theirs.save_pretrained(folder / "again")
         kinds.add(target.kind)
     assert kinds == {kind.kind for kind in KINDS}

@@ -40,9 +40,12 @@ def test_a_language_model_is_imported_with_its_tokenizer(tmp_path, call):
     source = shutil.copytree(FOLDER / "llama", tmp_path / "llama")
     tokens = with_tokenizer(source)
     (source / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": [2, 5]}')
+    templates = [{"name": "tools", "template": "x"}, {"name": "default", "template": "{{ messages }}"}]
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
     status, result = call("import", f"--source={source}", f"--output={tmp_path}/ours")
     assert status == 0, result
     assert (result["family"], result["layers"], result["tokenizer"]) == ("llama", 2, "hub")
+    assert (tmp_path / "ours" / "chat_template.jinja").read_text() == "{{ messages }}"
     _, tokenizer, provenance = model_dir.load(tmp_path / "ours")
     assert provenance["history"][0]["action"] == "import"
     assert tokenizer.begins and (tokenizer.end, tokenizer.stop) == (1, 2)

@@ -130,6 +130,12 @@ def test_quantized_weights(name, tied, tmp_path):
     same_model(path, tmp_path)
 
 
+def test_a_file_keeps_its_chat_template(tmp_path):
+    architecture, metadata, tensors = read_folder(FOLDER / "llama")
+    path = write(tmp_path / "a.gguf", architecture, metadata | {".tokenizer.chat_template": "{{ messages }}"}, tensors)
+    assert read_source(path).tokenizer.chat_template == "{{ messages }}"
+
+
 def test_a_file_becomes_a_model_directory(tmp_path):
     """Also without the ending .gguf; as float16 it has half the bytes."""
     path = write(tmp_path / "model", *read_folder(FOLDER / "llama"))

@@ -69,20 +69,13 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(rnn):
     assert process.returncode == 0 and json.loads(out.splitlines()[-1])["turns"] == 2
 
 
-def test_a_template_is_kept_by_conversions_and_found_where_a_model_came_from(rnn, tmp_path):
-    """In `tokenizer_config.json` of the directory that was imported, too, also if it has several."""
-    loaded = t2r.load(rnn)
-    t2r.save(loaded, tmp_path / "copy")
+def test_a_template_is_kept_by_conversions(rnn, tmp_path):
+    t2r.save(t2r.load(rnn), tmp_path / "copy")
     assert (tmp_path / "copy" / "chat_template.jinja").read_text() == TEMPLATE
-    (tmp_path / "copy" / "chat_template.jinja").unlink()
-    bare = t2r.load(tmp_path / "copy")
-    assert find_template(str(tmp_path / "copy"), bare) is None
-    several = {"chat_template": [{"name": "tools", "template": "x"}, {"name": "default", "template": TEMPLATE}]}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(several))
-    bare.provenance["history"].append({"action": "import", "source": str(tmp_path)})
-    messages = [{"role": "user", "content": "Count."}]
     expected = "<|im_start|>user\nCount.<|im_end|>\n<|im_start|>assistant\n"
-    assert find_template(str(tmp_path / "copy"), bare).text(messages) == expected
+    assert find_template(t2r.load(tmp_path / "copy")).text([{"role": "user", "content": "Count."}]) == expected
+    (tmp_path / "copy" / "chat_template.jinja").unlink()
+    assert find_template(t2r.load(tmp_path / "copy")) is None
 
 
 def test_a_model_without_a_template_is_refused(call, tmp_path):
@@ -108,4 +101,4 @@ def test_a_model_without_a_template_is_refused(call, tmp_path):
 def test_a_bad_template_is_one_error(template, message, rnn, tmp_path):
     (tmp_path / "template").write_text(template)
     with pytest.raises(InputError, match=message):
-        find_template(str(rnn), t2r.load(rnn), str(tmp_path / "template")).text([{"role": "user", "content": "x"}])
+        find_template(t2r.load(rnn), str(tmp_path / "template")).text([{"role": "user", "content": "x"}])

@@ -210,7 +210,8 @@ def make_feature_map(shape, spec):
         return MergedFeatures()
     if spec.feature_map == "elu":
         return EluFeatures()
-    kinds = {"t2r": T2RFeatures, "rfa": RfaFeatures, "performer": PerformerFeatures}
+    # RFA with fixed draws differs in training only.
+    kinds = {"t2r": T2RFeatures, "rfa": RfaFeatures, "rfa_fixed": RfaFeatures, "performer": PerformerFeatures}
     return kinds[spec.feature_map](shape.kv_heads, shape.head_dim, spec.features)
 
 
