@@ -148,7 +148,7 @@ def cached_mask(cache: KVCache, length: int, window: int = 0) -> Bool[Array, "b 
     """`causal_mask` for the queries of the last `length` tokens written, over all slots of the cache."""
     slots = jnp.arange(cache.valid.shape[1])
     queries = cache.index[..., None] - length + jnp.arange(length)  # (n), or (b, n)
-    queries = jnp.broadcast_to(queries, (len(cache.valid), length))
+    queries = jnp.broadcast_to(queries, (cache.valid.shape[0], length))
     allowed = (slots <= queries[:, :, None]) & cache.valid[:, None, :]
     if window:
         position = jnp.cumsum(cache.valid, 1)  # padding has no position
