@@ -4,10 +4,14 @@ The score of a translation is the sum of its tokens' log-probabilities, stop tok
 the paper's toolkit (fairseq). At each step the candidates are all live beams extended by all tokens. Of the `size`
 likeliest candidates, those that end in the stop token become results; the `size` likeliest others are the next live
 beams. With `early_stopping` the search is fairseq's, n-best lists included.
+
+A batch has a fixed number of rows, one for each sentence. When a quarter of them are done, as many sentences that wait
+take their places: no row is idle for long, few sources are padded far, and few programs are compiled.
 """
 
 import functools
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +21,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from t2r.attention.softmax import KVCache
 from t2r.batch import PADDING, Batch, pad_sequences
 from t2r.decode.generate import state_bytes
 from t2r.environment import require_memory
@@ -24,6 +29,7 @@ from t2r.errors import raise_all
 from t2r.model.loss import source_states, token_losses
 from t2r.model.transformer import DecodeState, Seq2Seq, check_length
 
+LEAST_WIDTH = 16  # tokens to which sources are padded
 NEVER = -1e30  # the log-probability of an impossible event; finite, so that sums and differences are not NaN
 
 
@@ -69,8 +75,9 @@ class Special(NamedTuple):
 class Search(NamedTuple):
     """A search in progress. Live beam j of sentence i is sequence i · size + j of `state`."""
 
-    step: Int[Array, ""]
     state: DecodeState
+    step: Int[Array, "b"]
+    limit: Int[Array, "b"]  # the most tokens of a translation, without its stop token
     tokens: Int[Array, "b size capacity"]  # of the live beams
     sums: Float[Array, "b size"]  # log-probabilities of the live beams
     results: Int[Array, "b size capacity"]
@@ -88,6 +95,8 @@ def translate(
     padding: int | None = None,
     beam: Beam = Beam(),
     limits: list[int] | None = None,
+    batch: int | None = None,
+    on_done: Callable[[int], None] = lambda sentences: None,
 ) -> list[list[Hypothesis]]:
     """The `beam.size` best translations of each source, best first. Sources are padded with PADDING at the end.
 
@@ -96,7 +105,8 @@ def translate(
     token, such as Marian's `<pad>`, nor the vocabulary's `padding` is ever generated.
 
     `limits` holds the most tokens of each translation, without its stop token; see `default_limit`. A source that is
-    only padding has no translation.
+    only padding has no translation. At most `batch` sentences (None: all) are translated at a time; `on_done` is called
+    with the number of those that are done.
     """
     sources = np.asarray(sources, np.int32)
     lengths = (sources != PADDING).sum(1)
@@ -105,21 +115,91 @@ def translate(
     prefix = start if isinstance(start, tuple) else (end if start is None else start,)
     if model.config.max_positions:
         limits = [min(limit, model.config.max_positions - len(prefix)) for limit in limits]
-    # From the padded width, not the lengths, so that batches of one width share a compiled program.
-    capacity = max(default_limit(sources.shape[1]), *limits) + 1
-    check_memory(model, len(sources), capacity + len(prefix) - 1, beam)
-    graph, arrays = nnx.split(model)
     special = Special(prefix, end, tuple(sorted({prefix[0], padding} - {end, None})))
-    outputs = _search(graph, arrays, sources, np.asarray(limits, np.int32), capacity, special, beam)
-    results, scores, counts = (np.asarray(x) for x in outputs)
+    results: list[list[Hypothesis]] = [[] for _ in sources]
+    on_done(int((lengths == 0).sum()))
+    for chosen in _of_similar_length(model, lengths, batch or len(sources)):
+        chosen_limits = np.asarray(limits, np.int32)[chosen]
+        for i, hypotheses in _translate(model, sources[chosen], chosen_limits, special, beam, batch or len(chosen)):
+            results[chosen[i]] = hypotheses
+            on_done(1)
+    return results
+
+
+def _of_similar_length(model: Seq2Seq, lengths: Int[np.ndarray, "b"], batch: int) -> Iterator[Int[np.ndarray, "some"]]:
+    """The indices of sentences that share a batch, longest first, without those that are empty.
+
+    A cache has room for the longest sentence, and attention computes all of it: a much shorter one waits for the next
+    batch. Recurrent states have one size, so that all sentences can be together.
+    """
+    order = np.argsort(-lengths, kind="stable")[: (lengths > 0).sum()]
+    caches = any(spec.kind == "softmax" for spec in (*model.config.attention, *model.config.cross_attention))
+    while len(order):
+        similar = lengths[order] > padded_width(int(lengths[order[0]])) // 4
+        count = max(similar.sum(), batch) if caches else len(order)
+        yield order[:count]
+        order = order[count:]
+
+
+def _translate(
+    model: Seq2Seq,
+    sources: Int[np.ndarray, "b m"],
+    limits: Int[np.ndarray, "b"],
+    special: Special,
+    beam: Beam,
+    rows: int,
+) -> Iterator[tuple[int, list[Hypothesis]]]:
+    """Translates sources, longest first, in `rows` rows of a batch; yields each one's index and translations."""
+    graph, arrays = nnx.split(model)
+    rows = min(rows, len(sources))
+    together = max(1, rows // 4)  # so many sentences start together
+    waiting = [np.arange(first, min(first + together, len(sources))) for first in range(0, len(sources), together)]
+    # From the padded width, not the lengths: few programs are compiled.
+    capacity = max(default_limit(_cut(sources).shape[1]), *limits) + 1
+    check_memory(model, rows, capacity + len(special.prefix) - 1, beam)
+    begin = lambda sources, limits: _begin(graph, arrays, sources, limits, capacity, special, beam)  # noqa: E731
+    shapes = jax.eval_shape(begin, jnp.zeros((rows, _cut(sources).shape[1]), jnp.int32), jnp.zeros(rows, jnp.int32))
+    search = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)._replace(done=jnp.ones(rows, bool))
+    done, owner = np.ones(rows, bool), np.full(rows, -1)
+    while waiting or not done.all():
+        while waiting and done.sum() >= together:
+            new, places = waiting.pop(0), np.flatnonzero(done)[:together]
+            padded = np.pad(_cut(sources[new]), ((0, together - len(new)), (0, 0)), constant_values=PADDING)
+            search = _place(search, begin(padded, np.pad(limits[new], (0, together - len(new)))), places)
+            done[places[: len(new)]], owner[places[: len(new)]] = False, new
+        search = _advance(graph, arrays, search, rows - together if waiting else 0, special, beam)
+        were_done, done = done, np.array(search.done)
+        found = jax.device_get((search.results, search.scores, search.lengths))
+        for row in np.flatnonzero(done & ~were_done):
+            yield int(owner[row]), _hypotheses(*(x[row] for x in found), special, beam)
+
+
+def _hypotheses(
+    results: Int[np.ndarray, "size capacity"],
+    scores: Float[np.ndarray, "size"],
+    counts: Int[np.ndarray, "size"],
+    special: Special,
+    beam: Beam,
+) -> list[Hypothesis]:
     return [
-        [
-            Hypothesis(tokens[: n - len(prefix)].tolist(), float(score), float(score) * n**beam.length_penalty)
-            for tokens, score, n in zip(results[i], scores[i], counts[i].tolist())
-            if score > NEVER / 2 and lengths[i]
-        ]
-        for i in range(len(sources))
+        Hypothesis(tokens[: n - len(special.prefix)].tolist(), float(score), float(score) * n**beam.length_penalty)
+        for tokens, score, n in zip(results, scores, counts.tolist())
+        if score > NEVER / 2
     ]
+
+
+def padded_width(longest: int) -> int:
+    """The width to which sources are padded: few programs are compiled, and little padding is computed.
+
+    It is a multiple of 16, from 64 tokens on of a quarter of the next smaller power of two.
+    """
+    multiple = max(LEAST_WIDTH, (1 << (longest - 1).bit_length()) // 8)
+    return -(-longest // multiple) * multiple
+
+
+def _cut(sources: Int[np.ndarray, "b m"]) -> Int[np.ndarray, "b width"]:
+    """The sources without padding that none of them needs."""
+    return sources[:, : padded_width(int((sources != PADDING).sum(1).max()))]
 
 
 def check_memory(model: Seq2Seq, batch: int, length: int, beam: Beam) -> None:
@@ -139,47 +219,72 @@ def default_limit(source_length: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
-def _search(graph, arrays, sources, limits, capacity: int, special: Special, beam: Beam):
+def _begin(graph, arrays, sources: Array, limits: Array, capacity: int, special: Special, beam: Beam) -> Search:
+    """The search for some sources before its first step."""
     model: Seq2Seq = nnx.merge(graph, arrays)
     batch, size = sources.shape[0], beam.size
-    source = source_states(model, sources)
-    empty = jnp.zeros((batch, size, capacity), jnp.int32)
-    first = jnp.full((batch, size), NEVER).at[:, 0].set(0.0)  # at first all beams are equal: only one counts
-    no_result = jnp.full((batch, size), NEVER)
-    # Each live beam has its own state; the source is shared by all beams of a sentence.
     *leading, _ = special.prefix  # the first step reads the last start token
-    state = model.init_state(batch * size, capacity + len(leading), source)
+    # Each live beam has its own state; the source is shared by all beams of a sentence.
+    state = model.init_state(batch * size, capacity + len(leading), source_states(model, sources))
     for token in leading:
         _, state = model(jnp.full((batch * size, 1), token), state=state)
-    search = Search(
-        step=jnp.zeros((), jnp.int32),
-        state=state,
+    # Sentences join and leave, so each has its own place in the caches.
+    layers = (x._replace(index=state.position) if isinstance(x, KVCache) else x for x in state.layers)
+    empty = jnp.zeros((batch, size, capacity), jnp.int32)
+    return Search(
+        state=state._replace(layers=tuple(layers)),
+        step=jnp.zeros(batch, jnp.int32),
+        limit=limits,
         tokens=empty,
-        sums=first,
+        sums=jnp.full((batch, size), NEVER).at[:, 0].set(0.0),  # at first all beams are equal: only one counts
         results=empty,
-        scores=no_result,
+        scores=jnp.full((batch, size), NEVER),
         lengths=jnp.zeros((batch, size), jnp.int32),
         done=jnp.all(sources == PADDING, 1),
     )
 
-    def more(search: Search) -> Array:
-        return ~search.done.all() & (search.step < capacity)
 
-    step = functools.partial(_step, model, limits=limits, special=special, beam=beam)
-    search = jax.lax.while_loop(more, step, search)
-    return search.results, search.scores, search.lengths
+@functools.partial(jax.jit, donate_argnums=0)
+def _place(search: Search, new: Search, rows: Int[Array, "some"]) -> Search:
+    """The search with new sentences in these rows."""
+
+    def put(rows: Array) -> Callable[[Array, Array], Array]:
+        def put_in(old: Array, new: Array) -> Array:
+            if not old.ndim:  # the one length of all sources' caches, which is not used
+                return old
+            shape = (len(new), *old.shape[1:])  # a shorter source is padded
+            return old.at[rows].set(jnp.pad(new, [(0, most - size) for most, size in zip(shape, new.shape)]))
+
+        return put_in
+
+    sequences = put(_sequences(rows, search.sums.shape[1]))
+    layers, position = jax.tree.map(sequences, search.state[:2], new.state[:2])
+    source = jax.tree.map(put(rows), search.state.source, new.state.source)
+    others = jax.tree.map(put(rows), search._replace(state=None), new._replace(state=None))
+    return others._replace(state=DecodeState(layers, position, source))
 
 
-def _step(model: Seq2Seq, search: Search, *, limits: Array, special: Special, beam: Beam) -> Search:
+@functools.partial(jax.jit, static_argnums=(0, 4, 5), donate_argnums=2)
+def _advance(graph, arrays, search: Search, rest: Int[Array, ""], special: Special, beam: Beam) -> Search:
+    """Steps until at most `rest` sentences are not done."""
+    step = functools.partial(_step, nnx.merge(graph, arrays), special=special, beam=beam)
+    return jax.lax.while_loop(lambda search: (~search.done).sum() > rest, step, search)
+
+
+def _sequences(rows: Int[Array, "some"], size: int) -> Int[Array, "sequences"]:
+    """The sequences of the beams of these rows."""
+    return (rows[:, None] * size + jnp.arange(size)).reshape(-1)
+
+
+def _step(model: Seq2Seq, search: Search, *, special: Special, beam: Beam) -> Search:
     """One decoding step for each live beam."""
-    (batch, size), step, (prefix, end, never) = search.sums.shape, search.step, special
-    last = jnp.where(
-        step == 0, prefix[-1], jax.lax.dynamic_index_in_dim(search.tokens, jnp.maximum(step - 1, 0), 2, False)
-    )
+    (batch, size), step, (prefix, end, never) = search.sums.shape, search.step[:, None], special
+    last = jnp.take_along_axis(search.tokens, jnp.maximum(step - 1, 0)[:, :, None], 2)[:, :, 0]
+    last = jnp.where(step == 0, prefix[-1], last)
     hidden, state = model(last.reshape(batch * size, 1), state=search.state)
     # Enough tokens that 2 · size remain when those that are never generated, and the stop token, are taken out: it is
     # a candidate of its own. At its limit a translation can only stop.
-    count, at_limit = 2 * size + 1 + len(never), (step >= limits)[:, None]
+    count, at_limit = 2 * size + 1 + len(never), step >= search.limit[:, None]
     log_probs, tokens, stop = (
         x.reshape(batch, size, *x.shape[1:]) for x in model.embedding.likeliest(hidden[:, 0], count, end)
     )
@@ -193,7 +298,7 @@ def _step(model: Seq2Seq, search: Search, *, limits: Array, special: Special, be
     sums, flat = jax.lax.top_k(sums, min(2 * size, sums.shape[1]))
     parent, token = flat // choices.shape[2], jnp.take_along_axis(choices.reshape(batch, -1), flat, 1)
     tokens = jnp.take_along_axis(search.tokens, parent[:, :, None], 1)
-    tokens = jax.lax.dynamic_update_index_in_dim(tokens, token, step, 2)
+    tokens = jnp.where(jnp.arange(tokens.shape[2]) == step[:, :, None], token[:, :, None], tokens)
     stops = token == end
 
     finished = stops & (jnp.arange(sums.shape[1]) < size) & ~search.done[:, None] & (sums > NEVER / 2)
@@ -214,16 +319,16 @@ def _step(model: Seq2Seq, search: Search, *, limits: Array, special: Special, be
     sequences = (jnp.arange(batch)[:, None] * size + jnp.take_along_axis(parent, survivors, 1)).reshape(-1)
     full = best[:, -1] > NEVER / 2
     if not beam.early_stopping:
-        full &= best[:, -1] >= live[:, 0] / length.astype(jnp.float32) ** beam.length_penalty
-    return Search(
-        step=step + 1,
+        full &= best[:, -1] >= live[:, 0] / length[:, 0].astype(jnp.float32) ** beam.length_penalty
+    return search._replace(
         state=reorder(state, sequences),
+        step=search.step + 1,
         tokens=jnp.take_along_axis(tokens, survivors[:, :, None], 1),
         sums=live,
         results=results,
         scores=best,
         lengths=lengths,
-        done=search.done | full | (step >= limits),
+        done=search.done | full | at_limit[:, 0],
     )
 
 

@@ -16,19 +16,19 @@ from t2r.console import Progress
 from t2r.data.sources import read_text
 from t2r.data.tokenizer import decoder_start_ids
 from t2r.decode import beam as beam_search
-from t2r.decode.beam import Beam, default_limit
+from t2r.decode.beam import Beam, default_limit, padded_width
 from t2r.decode.generate import generate_tokens, prefill_translation
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError, check_seed
 from t2r.files import atomic_file, check_output_file
 from t2r.model.rows import for_decoding
+from t2r.model.transformer import Seq2Seq
 from t2r.store.model_dir import LoadedModel
 
 # Lines are sorted by length within this many batches, and written after them: a compromise between little padding and
 # early output.
 BATCHES_AT_ONCE = 64
 _LISTED_LINES = 10  # in one error message
-_LEAST_WIDTH = 16  # tokens
 _ROWS = 4  # a batch has a multiple of so many sentences, so that few programs are compiled
 
 
@@ -76,15 +76,13 @@ def translate_lines(
     order = sorted((i for i, ids in enumerate(encoded) if ids), key=lambda i: -len(encoded[i]))
     results = [[Translation("", 0.0 if options.sampling is None else None)] for _ in lines]
     on_batch(len(lines) - len(order))
-    rows = batch_rows(len(order), options.batch)
-    for first in range(0, len(order), rows):
-        chosen = order[first : first + rows]
-        sources = pad([encoded[i] for i in chosen], rows)
-        most = [default_limit(len(encoded[i])) if limits is None else limits[i] for i in chosen]
-        most += [1] * (rows - len(chosen))
-        for i, translations in zip(chosen, _translate(model, tokenizer.target, sources, most, options, first)):
-            results[i] = translations
-        on_batch(len(chosen))
+    if not order:
+        return results
+    most = [default_limit(len(encoded[i])) if limits is None else limits[i] for i in order]
+    translate = _search if options.sampling is None else _sample
+    found = translate(model, tokenizer.target, [encoded[i] for i in order], most, options, on_batch)
+    for i, translations in zip(order, found):
+        results[i] = translations
     return results
 
 
@@ -105,39 +103,62 @@ def fit(
     return [[*ids[: options.max_source - 1], end] if i in cut else ids for i, ids in enumerate(encoded)]
 
 
+def pad(sequences: list[list[int]], count: int) -> np.ndarray:
+    """`count` sequences padded to one width, of which there are few: so few programs are compiled."""
+    return pad_sequences(sequences, count, padded_width(max(map(len, sequences))))
+
+
+def _search(
+    model: Seq2Seq,
+    tokenizer: Any,
+    sources: list[list[int]],
+    limits: list[int],
+    options: TranslateOptions,
+    on_batch: Callable[[int], None],
+) -> list[list[Translation]]:
+    """The translations of each source by beam search."""
+    special = dict(zip(("start", "end", "padding"), _special(tokenizer)))
+    sizes = dict(beam=options.beam, limits=limits, batch=options.batch)
+    found = beam_search.translate(model, pad(sources, len(sources)), on_done=on_batch, **sizes, **special)
+    return [[Translation(_line(tokenizer, h.tokens), h.score) for h in hypotheses] for hypotheses in found]
+
+
+def _sample(
+    model: Seq2Seq,
+    tokenizer: Any,
+    sources: list[list[int]],
+    limits: list[int],
+    options: TranslateOptions,
+    on_batch: Callable[[int], None],
+) -> list[list[Translation]]:
+    """One translation of each source, which is sampled; batches have equally many sources, or nearly."""
+    start, end, padding = _special(tokenizer)
+    # As in beam search: no padding, and no stop token at once.
+    never = tuple({start[0], padding} - {end, None})
+    sampling = dataclasses.replace(options.sampling, never=never)
+    first_sampling = dataclasses.replace(sampling, never=(*never, end))
+    rows, results = batch_rows(len(sources), options.batch), []
+    for first in range(0, len(sources), rows):
+        some, longest = sources[first : first + rows], max(limits[first : first + rows])
+        seed = options.seed + first  # different in each batch
+        generation = prefill_translation(model, pad(some, rows), longest, start=start, seed=seed)
+        generation, firsts = generate_tokens(model, generation, 1, end=end, sampling=first_sampling)
+        _, rests = generate_tokens(model, generation, longest - 1, end=end, sampling=sampling)
+        results += [[*first, *rest] for first, rest in zip(firsts, rests)][: len(some)]
+        on_batch(len(some))
+    return [[Translation(_line(tokenizer, ids[:limit]))] for ids, limit in zip(results, limits)]
+
+
+def _special(tokenizer: Any) -> tuple[tuple[int, ...], int, int | None]:
+    """The start tokens, the stop token and the padding token, if there is one."""
+    return decoder_start_ids(tokenizer), tokenizer.stop, getattr(tokenizer, "padding", None)
+
+
 def batch_rows(lines: int, most: int) -> int:
     """Sentences per batch: as few batches as possible, about equally full, so that little of the last one is empty."""
     batches = max(1, -(-lines // most))
     rows = -(-lines // batches)
     return min(most, -(-rows // _ROWS) * _ROWS)
-
-
-def pad(sequences: list[list[int]], count: int) -> np.ndarray:
-    """`count` sequences padded to a multiple of 16 tokens, from 64 on of a quarter of the next smaller power of two:
-    few programs are compiled, and little padding is computed."""
-    longest = max(map(len, sequences))
-    multiple = max(_LEAST_WIDTH, (1 << (longest - 1).bit_length()) // 8)
-    return pad_sequences(sequences, count, -(-longest // multiple) * multiple)
-
-
-def _translate(
-    model, tokenizer, sources: np.ndarray, limits: list[int], options: TranslateOptions, first: int
-) -> list[list[Translation]]:
-    start, end, padding = decoder_start_ids(tokenizer), tokenizer.stop, getattr(tokenizer, "padding", None)
-    if options.sampling is None:
-        special = dict(start=start, end=end, padding=padding)
-        results = beam_search.translate(model, sources, beam=options.beam, limits=limits, **special)
-        return [[Translation(_line(tokenizer, h.tokens), h.score) for h in hypotheses] for hypotheses in results]
-    seed = options.seed + first  # different in each batch
-    generation = prefill_translation(model, sources, max(limits), start=start, seed=seed)
-    # As in beam search: no padding, and no stop token at once.
-    never = tuple({start[0], padding} - {end, None})
-    sampling = dataclasses.replace(options.sampling, never=never)
-    first_sampling = dataclasses.replace(sampling, never=(*never, end))
-    generation, firsts = generate_tokens(model, generation, 1, end=end, sampling=first_sampling)
-    _, rests = generate_tokens(model, generation, max(limits) - 1, end=end, sampling=sampling)
-    results = [[*first, *rest] for first, rest in zip(firsts, rests)]
-    return [[Translation(_line(tokenizer, ids[:limit]))] for ids, limit in zip(results, limits)]
 
 
 def _line(tokenizer, ids: list[int]) -> str:

@@ -193,6 +193,20 @@ def test_batches_padding_greedy_and_rescoring(kind):
     assert [hypotheses[0].tokens for hypotheses in narrow] == greedy
 
 
+@pytest.mark.parametrize("kind", slow_but(KINDS, "hybrid"))
+def test_sentences_take_the_places_of_those_that_are_done(kind):
+    """A small batch equals one of all sentences, whose lengths are such that caches of two sizes are used."""
+    model, done = model_of(kind), []
+    sequences = random_sources([3, 70, 9, 2, 40, 5, 33, 12, 2, 4, 7], 12)
+    sources = padded([*sequences, []], 72)
+    expected = translate(model, sources, end=END, beam=Beam(2))
+    found = translate(model, sources, end=END, beam=Beam(2), batch=4, on_done=done.append)
+    assert [[h.tokens for h in hypotheses] for hypotheses in found] == [[h.tokens for h in row] for row in expected]
+    scores = [[h.score for hypotheses in results for h in hypotheses] for results in (found, expected)]
+    np.testing.assert_allclose(*scores, rtol=1e-4)
+    assert sum(done) == len(sources)
+
+
 class Confident(PlainEmbedding):
     """Gives its best token most of the probability, and all others, the stop token too, an equal share of the rest."""
 
