@@ -74,8 +74,8 @@ def pairs_config(tmp_path):
 @pytest.fixture
 def pairs_file(tmp_path):
     """100 pairs, some of them in each split."""
-    colors = "red blue green old new big small fast slow warm".split()
-    things = "house table river garden street window letter bridge mountain doctor".split()
+    colors = ["red", "blue", "green", "old", "new", "big", "small", "fast", "slow", "warm"]
+    things = ["house", "table", "river", "garden", "street", "window", "letter", "bridge", "mountain", "doctor"]
     path = tmp_path / "pairs.tsv"
     path.write_text("".join(f"the {a} {b}\t{b} {a} the\n" for a in colors for b in things))
     return path
