@@ -1,20 +1,26 @@
-"""English to German translation with about 160,000 pairs (Tatoeba): a transformer, then RNNs converted from it.
+"""The rows of the paper's Table 2 with about 160,000 pairs, English to German (Tatoeba). For one GPU.
 
-    t2r train --config=configs/tatoeba.py[:ROW] --config.data.source=tsv:deu.txt --workdir=DIR
+    t2r study --config=tatoeba --data=tsv:deu.txt --output=runs/tatoeba --jobs=4             all rows, and a table
+    t2r train --config=tatoeba:ROW --config.data.source=tsv:deu.txt --workdir=DIR            one row
 
 The data is deu-eng.zip from https://www.manythings.org/anki/: lines of English, tab, German. Any tab-separated file of
 pairs works. Splits are by source sentence: no source of the test split is trained on.
 
 ROW is
     transformer              random initialisation (the default)
-    t2r, elu, rfa, softmax   finetuned from config.init_from (default: runs/tatoeba/transformer/model); softmax, which
-                             is not converted, is a control
-    t2r_scratch, elu_scratch, rfa_scratch    random initialisation, as many steps as the transformer
-Results: results/tatoeba.md.
+    elu_scratch, rfa_scratch, t2r_scratch    random initialisation, as many steps as the transformer
+    elu, rfa, t2r            converted from config.init_from (default: runs/tatoeba/transformer/model), half the steps
+    t2r_75                   T2R; the last layer of the decoder keeps softmax
+    performer                FAVOR+ with a running maximum
+    softmax                  a control: the same finetuning without a conversion
+`t2r study` also has ROW_swapped, such as t2r_swapped: converted and not finetuned. Results: results/tatoeba.md.
 """
 
 from t2r.training.config import architecture, default_config, pretrained
-from t2r.training.rows import translation_row
+from t2r.training.rows import ROWS, translation_row
+
+__all__ = ["EVALUATE", "ROWS", "get_config"]
+EVALUATE = ("--moses=de", "--early_stopping", "--dtype=bfloat16", "--batch=128")  # beam 5 and length penalty 0.6
 
 
 def get_config(name: str = "transformer"):

@@ -189,6 +189,19 @@ def atomic_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Within it, other processes that enter with the same folder wait. It is created if it does not exist."""
+    make_folder(folder)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
     """Within it, no other process may enter with the same folder, which is created if it does not exist."""
     if folder.is_file():

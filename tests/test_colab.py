@@ -106,7 +106,7 @@ def test_a_model_of_the_hub_is_imported_or_the_built_in_one_is_used(is_cached, t
     run = subprocess.run(command, cwd=tmp_path, env=os.environ | offline, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     last = run.stdout.splitlines()[-1]
-    assert last.startswith("runs/transformer 2 layers" if is_cached else "builtin:tiny_lm 4 layers")
+    assert last.startswith("runs/transformer 2 layers" if is_cached else "builtin:stories 6 layers")
     assert ("cannot be downloaded" in run.stdout) != is_cached
 
 

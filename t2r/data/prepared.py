@@ -1,6 +1,7 @@
-"""Tokenizers and token ids that are computed once per work directory and cached there.
+"""Tokenizers and token ids that are computed once per folder, a work directory or one that several runs share.
 
-The first process writes them atomically. Token ids are memory-mapped, so a process reads only the examples it needs.
+One process writes them atomically, and others wait for it. Token ids are memory-mapped, so a process reads only the
+examples it needs.
 """
 
 import tempfile
@@ -17,7 +18,7 @@ from t2r.data.pairs import load_pairs
 from t2r.data.sources import load_documents, split_spec
 from t2r.data.tokenizer import Tokenizer, TokenizerPair, load_tokenizer, train_tokenizer
 from t2r.errors import InputError
-from t2r.files import atomic_directory
+from t2r.files import atomic_directory, one_at_a_time
 
 # A tokenizer is trained on at most this many pairs, evenly spaced among all: enough for a stable vocabulary.
 TOKENIZER_PAIRS = 2_000_000
@@ -34,10 +35,13 @@ def cached_directory(workdir: Path, name: str, request: str, fill: Callable[[Pat
 
 
 def fill_if_absent(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Creates a folder with `fill`, atomically, unless it exists."""
-    if not folder.exists():
-        with atomic_directory(folder) as unfinished:
-            fill(unfinished)
+    """Creates a folder with `fill`, atomically, unless it exists. Of runs that share it, the first one does."""
+    if folder.exists():
+        return
+    with one_at_a_time(folder.parent):
+        if not folder.exists():  # another run may have filled it meanwhile
+            with atomic_directory(folder) as unfinished:
+                fill(unfinished)
 
 
 def prepare_tokenizer(workdir: Path, spec: str, split: str, kind: str, vocab_size: int) -> Tokenizer:

@@ -20,7 +20,7 @@ SHIPPED = Path(__file__).parents[1] / "configs"
 # schedule that spans all of them: see `check_same_run`.)
 MAY_CHANGE = (
     "steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "average_checkpoints", "mesh",
-    "init_preset",
+    "init_preset", "prepared",
 )  # fmt: skip
 
 
@@ -129,6 +129,7 @@ def default_config() -> ConfigDict:
             keep_checkpoints=2,
             average_checkpoints=1,  # the final model is the mean of the last N checkpoints
             export_dtype="float32",  # or float16: type of the weights in workdir/model
+            prepared="",  # folder of tokenizers and token ids, which several runs may share; "": the work directory
         )
     )
     return config.lock()

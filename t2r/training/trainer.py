@@ -205,7 +205,7 @@ class Log:
         self._config, self._stages = config, stages
         self._unchecked: list[tuple[int, dict]] = []
         self._latest: dict[str, float] = {}
-        self._tokens, self._since = 0.0, running_time()
+        self._tokens, self._steps, self._since = 0.0, 0, running_time()
 
     @contextlib.contextmanager
     def not_timed(self) -> Iterator[None]:
@@ -226,6 +226,7 @@ class Log:
             if bad:
                 raise InputError(f"step {step}: {' and '.join(bad)}. {self._advice(checkpoints)}")
             self._tokens += values.pop("tokens")
+            self._steps += 1
             self._latest = values
         self._unchecked = []
 
@@ -241,11 +242,12 @@ class Log:
     def write(self, step: int) -> dict[str, float]:
         """Writes a line of metrics; returns the values for the progress bar."""
         now = running_time()
-        speed = round(self._tokens / (now - self._since))
-        self._tokens, self._since = 0.0, now
+        seconds = now - self._since
+        speed, steps = round(self._tokens / seconds), round(self._steps / seconds, 4)
+        self._tokens, self._steps, self._since = 0.0, 0, now
         stage = self._stages.at(step)
         rate = stage.learning_rate(step)
-        self.metrics.write(step, **self._latest, learning_rate=rate, tokens_per_second=speed)
+        self.metrics.write(step, **self._latest, learning_rate=rate, tokens_per_second=speed, steps_per_second=steps)
         shown = "distance" if stage.objective.transfer else "loss"
         return {shown: self._latest[shown], "learning_rate": rate, "tokens_per_s": speed}
 

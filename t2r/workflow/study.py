@@ -1,10 +1,12 @@
 """A study: the rows of a table, each trained and scored in processes of its own, several at a time.
 
 A row that is finished has a file ROW.json (with a seed other than 0: ROW.seedN.json) and is not done again. One that
-was stopped goes on from its last checkpoint.
+was stopped goes on from its last checkpoint. All rows read the same tokenizer and token ids, which the first one makes.
+Language models are scored by perplexity, translation models by BLEU.
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -15,40 +17,52 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
 from t2r.console import say, short, table
-from t2r.data.pairs import is_pairs
+from t2r.data.pairs import is_pairs, load_pairs
 from t2r.data.sources import SPLITS, split_spec
 from t2r.errors import InputError, raise_all
+from t2r.evaluation.bleu import check_tokenizer
 from t2r.files import atomic_file, exclusive, make_folder, read_json, write_json
 from t2r.store import model_dir
+from t2r.store.tensors import Tensors
 from t2r.training.config import check, check_overrides, find_config, load_config
 from t2r.training.metrics import read_metrics
 
 BASE = "transformer"  # the row that others are converted from
 SWAPPED = "_swapped"  # the suffix of a row that is converted and not trained
 COLUMNS = ("row", "seed", "k", "perplexity", "valid_perplexity", "steps", "trained_tokens", "seconds")
+PAIRS_COLUMNS = ("row", "seed", "k", "cross_k", "bleu", "chrf", "valid_perplexity", "steps", "seconds")
+SCALED = ("steps", "optimizer.warmup_steps", "eval_every", "checkpoint_every")  # what a shorter study has fewer of
+PREPARED = "prepared"  # the folder of tokenizers and token ids
 WAIT = 1.0  # seconds between looks at a folder that another process uses
 
 
 def rows_of(config: str) -> list[str]:
     """All rows of a config file, and for each feature map that is converted to, what it is before finetuning."""
-    names = _variants(config)
+    names = list(_module(config).ROWS)
     maps = [load_config(f"{config}:{name}").convert.feature_map for name in names]
     return [*names, *(f"{name}{SWAPPED}" for name, feature_map in zip(names, maps) if feature_map == name)]
 
 
-def _variants(config: str) -> list[str]:
+def columns(data: str) -> tuple[str, ...]:
+    """The columns of a study's table: of translation models for sentence pairs, else of language models."""
+    return PAIRS_COLUMNS if is_pairs(data) else COLUMNS
+
+
+def _module(config: str) -> ModuleType:
+    """A config file: its table ROWS, and EVALUATE, flags of `t2r evaluate` for its rows, if it has that."""
     path = find_config(config)
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not isinstance(getattr(module, "ROWS", None), dict) or BASE not in module.ROWS:
         raise InputError(f"{path} has no table ROWS with a row {BASE!r}: choose a config that has, such as enwik8")
-    return list(module.ROWS)
+    return module
 
 
 class Row(NamedTuple):
@@ -76,9 +90,19 @@ class Row(NamedTuple):
 class Study:
     """The rows of a config file, with fields that are changed in all of them."""
 
-    def __init__(self, config: str, data: str, output: Path, fields: Sequence[str] = (), *, split: str = "test"):
+    def __init__(
+        self,
+        config: str,
+        data: str,
+        output: Path,
+        fields: Sequence[str] = (),
+        *,
+        split: str = "test",
+        scale: float = 1.0,
+    ):
         self._config, self._data, self._output, self._split = config, data, output, split
-        self._fields = [f"data.source={data}", *fields]
+        self._fields, self._scale = [f"data.source={data}", *fields], scale
+        self._columns, self._translates = columns(data), is_pairs(data)
         self._jobs = 1
         self._log = threading.Lock()
         self._finished: dict[Row, threading.Event] = {}
@@ -121,12 +145,17 @@ class Study:
         for field in self._fields:
             name, _, value = field.partition("=")
             _set(config, name, value)
+        for name in SCALED:
+            value = _get(config, name)
+            _set(config, name, str(max(1, round(self._scale * value)) if value else 0))
         config.seed = row.seed
         return config
 
     def _check(self, rows: Sequence[Row]) -> None:
         """Raises one error for all that can be known to be wrong before anything runs."""
         problems = _data_problems(self._data, self._split)
+        if is_pairs(self._data) != ("encoder_layers" in self._load(Row(BASE, 0)).model):
+            problems.append(f"--data={self._data}: language models need text, translation models sentence pairs")
         for row in rows:
             config = self._load(row)
             if row.name.endswith(SWAPPED) and not (config.convert.feature_map and config.init_from):
@@ -139,7 +168,8 @@ class Study:
 
     def _check_request(self) -> None:
         """Refuses a folder that has rows of another study."""
-        request = {"config": Path(self._config).stem, "data": self._data, "split": self._split, "fields": self._fields}
+        request = {"config": Path(self._config).stem, "data": self._data, "split": self._split}
+        request |= {"fields": self._fields, "scale": self._scale}
         path = self._output / "request.json"
         if path.exists():
             before = read_json(path, "move the folder away to start over")
@@ -175,29 +205,32 @@ class Study:
 
     def _measure(self, row: Row) -> dict[str, Any]:
         config, model = self._load(row), self._path(row, "") / "model"
-        result = {"row": row.name, "seed": row.seed, "k": None, "steps": 0, "trained_tokens": 0}
+        result = {"row": row.name, "seed": row.seed, "steps": 0}
         if row.name.endswith(SWAPPED):
             if not model.exists():
-                self._command(row, "convert", *_conversion_flags(config), f"--output={model}",
+                self._command(row, "convert", *_conversion_flags(config), f"--output={model}", f"--seed={row.seed}",
                               f"--model={self._path(row.base, '') / 'model'}")  # fmt: skip
             result |= {"seconds": 0.0, "valid_perplexity": None}
         else:
             _wait_until_free(self._path(row, ""))
             trained = self._command(row, "train", *self._train_flags(row, config))
-            tokens = config.data.batch * config.data.length
             result |= {"steps": trained["steps"], "valid_perplexity": trained["valid_perplexity"]}
-            result |= {"trained_tokens": trained["steps"] * tokens}
-            result |= {"seconds": training_seconds(self._path(row, "") / "metrics.jsonl", tokens)}
-        scores = self._command(
-            row, "evaluate", f"--model={model}", f"--data={self._data}", f"--split={self._split}",
-            f"--window={config.data.length}",
-        )  # fmt: skip
-        result |= {"k": _feature_size(model), "perplexity": scores["perplexity"]}
+            result |= {"seconds": training_seconds(self._path(row, "") / "metrics.jsonl")}
+        flags = [f"--model={model}", f"--data={self._data}", f"--split={self._split}"]
+        flags += getattr(_module(self._config), "EVALUATE", ())
+        if not self._translates:  # batches of pairs have different numbers of tokens
+            result["trained_tokens"] = result["steps"] * config.data.batch * config.data.length
+            flags.append(f"--window={config.data.length}")
+        scores = self._command(row, "evaluate", *flags)
+        result |= _feature_sizes(model) | {name: scores[name] for name in self._columns if name in scores}
+        result["parameters"] = sum(array.size for array in Tensors(model).values())
         return {**result, self._split: scores, "environment": _environment(model)}
 
     def _train_flags(self, row: Row, config: ConfigDict) -> list[str]:
         flags = [f"--config={self._config}:{row.variant}", f"--workdir={self._path(row, '')}"]
         flags += [f"--config.{field}" for field in self._fields] + [f"--config.seed={row.seed}"]
+        flags += [f"--config.{name}={_get(config, name)}" for name in SCALED if self._scale != 1]
+        flags.append(f"--config.prepared={self._output / PREPARED}")
         if config.init_from:
             flags.append(f"--config.init_from={self._path(row.base, '') / 'model'}")
         return flags
@@ -238,20 +271,32 @@ class Study:
             return self._write_alone()
 
     def _write_alone(self) -> dict[str, Any]:
-        done = [self._path(row, ".json") for row in self._finished]
-        results = [read_json(path, "remove it: the row is then done again") for path in done if path.exists()]
+        results = self._results()
         content = {
             "config": Path(self._config).stem,
             "data": self._data,
             "split": self._split,
             "fields": self._fields,
+            "scale": self._scale,
             "rows": results,
             "failed": {row.key: reason for row, reason in self._failed.items()},
         }
         write_json(self._output / "study.json", content)
         with atomic_file(self._output / "study.md") as unfinished:
-            unfinished.write_text(markdown(results), "utf-8")
+            unfinished.write_text(markdown(results, self._columns), "utf-8")
         return content
+
+    def _results(self) -> list[dict[str, Any]]:
+        """What the rows' files hold, also those of earlier commands for other rows or seeds, in the config's order."""
+        paths = [path for path in self._output.glob("*.json") if path.name not in ("request.json", "study.json")]
+        found = [read_json(path, "remove it: the row is then done again") for path in paths]
+        order = list(_module(self._config).ROWS)
+
+        def place(result: dict[str, Any]) -> tuple[bool, int, int]:
+            row = Row(result["row"], result["seed"])
+            return row.name != row.variant, order.index(row.variant), row.seed
+
+        return sorted(found, key=place)
 
 
 def child_environment(jobs: int) -> dict[str, str]:
@@ -261,22 +306,32 @@ def child_environment(jobs: int) -> dict[str, str]:
 
 
 def _data_problems(data: str, split: str) -> list[str]:
+    if split not in (*SPLITS, "all"):
+        return [f"--split={split}: choose one of {', '.join(SPLITS)}, all"]
     if is_pairs(data):
-        return [f"--data={data}: rows are scored by the perplexity of text, not of sentence pairs"]
+        check_tokenizer("13a")  # BLEU is computed by a package that may be missing
+        try:
+            list(itertools.islice(load_pairs(data, split), 1))
+        except InputError as error:
+            return [f"--data={data}: {error}"]
+        return []
     files = [Path(part.removeprefix("text:")) for part in split_spec(data) if part.startswith("text:")]
     problems = [f"--data={data}: there is no file {path}" for path in files if not path.is_file()]
     if not files and not data.startswith(("builtin:", "tfds:")):
-        problems.append(f"--data={data!r}: use text:PATH, builtin:pydoc or tfds:NAME")
-    if split not in (*SPLITS, "all"):
-        problems.append(f"--split={split}: choose one of {', '.join(SPLITS)}, all")
+        problems.append(f"--data={data!r}: use text:PATH, builtin:pydoc or tfds:NAME, or sentence pairs")
     return problems
+
+
+def _get(config: ConfigDict, name: str) -> Any:
+    for part in name.split("."):
+        config = config[part]
+    return config
 
 
 def _set(config: ConfigDict, name: str, value: str) -> None:
     """Sets a field, such as data.batch, from text, as the type that the field has."""
-    *parents, last = name.split(".")
-    for parent in parents:
-        config = config[parent]
+    parents, _, last = name.rpartition(".")
+    config = _get(config, parents) if parents else config
     kind = type(config[last])
     try:
         config[last] = value.lower() in ("true", "1") if kind is bool else kind(value)
@@ -285,7 +340,7 @@ def _set(config: ConfigDict, name: str, value: str) -> None:
 
 
 def _conversion_flags(config: ConfigDict) -> list[str]:
-    fields = ("feature_map", "features", "keep", "window", "sinks")
+    fields = ("feature_map", "features", "cross_features", "keep", "cross_keep", "attention", "window", "sinks")
     return [f"--{name}={config.convert[name]}" for name in fields if config.convert[name]]
 
 
@@ -303,18 +358,21 @@ def _wait_until_free(folder: Path) -> None:
             time.sleep(WAIT)
 
 
-def training_seconds(path: Path, tokens: int) -> float:
+def training_seconds(path: Path) -> float:
     """Seconds of training from the logged speeds, whatever interruptions there were; compiling is not counted."""
-    lines = [line for line in read_metrics(path) if line.get("tokens_per_second")]
+    lines = [line for line in read_metrics(path) if line.get("steps_per_second")]
     steps = [0, *(line["step"] for line in lines)]
-    times = [tokens * (b - a) / line["tokens_per_second"] for a, b, line in zip(steps, steps[1:], lines)]
-    return round(sum(times), 1)
+    return round(sum((b - a) / line["steps_per_second"] for a, b, line in zip(steps, steps[1:], lines)), 1)
 
 
-def _feature_size(model: Path) -> int | None:
-    """k of a model's linear attention; None: it has none."""
-    specs = model_dir.load_config(model).attention
-    return next((spec.features for spec in specs if spec.kind != "softmax"), None)
+def _feature_sizes(model: Path) -> dict[str, int | None]:
+    """k of a model's linear attention, causal and, in a translation model, cross; None: it has none."""
+    config = model_dir.load_config(model)
+    specs = {"k": config.attention} | ({"cross_k": config.cross_attention} if config.encoder_layers else {})
+    return {
+        name: next((spec.features for spec in members if spec.kind != "softmax"), None)
+        for name, members in specs.items()
+    }
 
 
 def _environment(model: Path) -> dict[str, Any] | None:
@@ -323,18 +381,18 @@ def _environment(model: Path) -> dict[str, Any] | None:
     return next((entry["environment"] for entry in reversed(history) if "environment" in entry), None)
 
 
-def cells(results: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    """A line of COLUMNS for each row."""
-    return [["" if row[name] is None else row[name] for name in COLUMNS] for row in results]
+def cells(results: Sequence[dict[str, Any]], names: Sequence[str]) -> list[list[Any]]:
+    """A line of these columns for each row."""
+    return [["" if row[name] is None else row[name] for name in names] for row in results]
 
 
-def markdown(results: Sequence[dict[str, Any]]) -> str:
+def markdown(results: Sequence[dict[str, Any]], names: Sequence[str] = COLUMNS) -> str:
     """The table of a study, for a page."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(short(cell) for cell in row) + " |" for row in cells(results)]
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    lines += ["| " + " | ".join(short(cell) for cell in row) + " |" for row in cells(results, names)]
     return "\n".join(lines) + "\n"
 
 
-def as_table(results: Sequence[dict[str, Any]]) -> str:
+def as_table(results: Sequence[dict[str, Any]], names: Sequence[str] = COLUMNS) -> str:
     """The table of a study, for a terminal."""
-    return table(list(COLUMNS), cells(results))
+    return table(list(names), cells(results, names))

@@ -121,8 +121,8 @@ def test_a_run_stopped_in_each_stage_gives_the_losses_of_one_that_was_not(tmp_pa
         with pytest.raises(Stopped) if stop else contextlib.nullcontext():
             stop_after(stop, config, tmp_path / "pieces")
     whole, pieces = (
-        [{**line, "tokens_per_second": 0} for line in read_metrics(tmp_path / name / "metrics.jsonl")]
-        for name in ("whole", "pieces")
+        [{**line, "tokens_per_second": 0, "steps_per_second": 0} for line in read_metrics(path / "metrics.jsonl")]
+        for path in (tmp_path / "whole", tmp_path / "pieces")
     )
     assert whole == pieces
 

@@ -1,10 +1,13 @@
 """Batches: contiguous blocks, each once per epoch, from an iterator whose state can be saved and restored."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 
 from t2r.data.batches import Blocks, Documents, Repeating, training_batches
-from t2r.data.prepared import prepare_tokenizer, prepare_tokens
+from t2r.data.prepared import fill_if_absent, prepare_tokenizer, prepare_tokens
 from t2r.errors import InputError
 
 
@@ -55,6 +58,23 @@ def test_the_tokenizer_is_trained_once(tmp_path, text_file):
     second = prepare_tokenizer(tmp_path / "run", f"text:{text_file}", "train", "sentencepiece", 300)
     assert first.encode("The bright lamp") == second.encode("The bright lamp")
     assert prepare_tokenizer(tmp_path / "run", f"text:{text_file}", "train", "word", 0).kind == "word"
+
+
+def test_runs_that_share_a_folder_prepare_it_once(tmp_path):
+    """Threads stand for processes: each has its own file handle of the lock."""
+    filled = []
+
+    def fill(folder):
+        filled.append(folder)
+        time.sleep(0.1)
+        (folder / "content").write_text("whole")
+
+    threads = [threading.Thread(target=fill_if_absent, args=(tmp_path / "shared" / "it", fill)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(filled) == 1 and (tmp_path / "shared" / "it" / "content").read_text() == "whole"
 
 
 def test_tokens_are_cached_until_text_or_tokenizer_change(tmp_path, text_file, tokenizer):

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ["setup", "local", "slurm", "gke", "tpu", "quickstart", "test", "prepare_data"]
+SCRIPTS = ["setup", "local", "slurm", "gke", "tpu", "quickstart", "test", "prepare_data", "enwik8", "tatoeba"]
 RUN = ["--", "train", "--config=configs/tiny_lm.py:t2r", "--workdir=/data/my runs/o'clock"]
 
 FAKE_COMMAND = """#!/usr/bin/env bash

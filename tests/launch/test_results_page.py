@@ -43,6 +43,78 @@ def test_figures_and_verdicts_follow_the_files(results_page, tmp_path, monkeypat
     assert results_page.main(["--chek"]) == 2
 
 
+def write_study(results: Path, name: str, measure: str, scores: dict[str, list[float]]) -> None:
+    """A study.json as `t2r study` writes it, with a score for each seed of each row."""
+    rows = [
+        {"row": row, "seed": seed, measure: value, "steps": 30 if row.endswith("_scratch") else 20, "seconds": 7.0,
+         "parameters": 20_500_000, "environment": {"device": "1 x NVIDIA H200"}}
+        for row, values in scores.items() for seed, value in enumerate(values)
+    ]  # fmt: skip
+    (results / name).mkdir()
+    (results / name / "study.json").write_text(json.dumps({"rows": rows}))
+    (results / name / "study.md").write_text("")
+
+
+def test_claims_are_read_from_a_study_once_it_is_complete(results_page, tmp_path, monkeypatch):
+    results = tmp_path / "results"
+    shutil.copytree(ROOT / "results", results)
+    monkeypatch.setattr(results_page, "RESULTS", results)
+    before = results_page.page()
+    worse = {"transformer": 20, "softmax": 20, "t2r_75": 20, "t2r": 21, "elu": 23, "rfa": 24, "t2r_scratch": 22}
+    worse |= {"elu_scratch": 25, "rfa_scratch": 26, "phi_frozen": 22, "phi_only": 30, "performer": 27}
+    seeds = {
+        row: [value - 0.7, value + 0.7] if row in ("t2r", "t2r_scratch") else [value] for row, value in worse.items()
+    }
+    write_study(results, "enwik8", "perplexity", {row: values for row, values in seeds.items() if row != "rfa"})
+    assert results_page.language_modelling()[0].source == "tiny_lm.json", "a row is missing"
+    shutil.rmtree(results / "enwik8")
+    write_study(results, "enwik8", "perplexity", seeds)
+    claims = {claim.claim: claim for claim in results_page.language_modelling()}
+    first = claims["A converted transformer keeps its accuracy"]
+    assert first.ours == "20.0 → 21.0 ± 0.7 (+5.0%); finetuned alike without a conversion 20.0"
+    assert first.scale == (
+        "20.5M parameters, Wikipedia (enwik8), 20 steps, 1 to 2 seeds, ± half their range, NVIDIA H200"
+    )
+    assert first.verdict == results_page.HOLDS and first.source == "enwik8/study.json"
+    assert claims["T2R is better than ELU and RFA, converted alike"].verdict == results_page.HOLDS
+    assert claims["Pretraining helps T2R"].verdict == results_page.WEAKLY, "seeds spread by more than it helps"
+    assert claims["From random initialisation, too, T2R is better than ELU and RFA"].verdict == results_page.HOLDS
+
+    assert claims["Performer, which the paper runs without subtracting a maximum, diverges"].ours.startswith("27.0 ")
+    bleu = {row: [60.0 - value] for row, value in worse.items() if not row.startswith(("phi", "performer"))}
+    write_study(results, "tatoeba", "bleu", bleu | {"elu": [38.8]})
+    claims = {claim.claim: claim for claim in results_page.translation()}
+    equal = claims["T2R is as good as ELU with far fewer features, and better than RFA"]
+    assert equal.ours == "T2R 39.0, ELU 38.8, RFA 36.0" and equal.verdict == results_page.HOLDS
+    assert not [claim for claim in claims if claim.startswith("Performer")], "a row that failed"
+    behind = claims["From random initialisation T2R is behind ELU and RFA"]
+    assert behind.ours == "T2R 38.0, RFA 34.0, ELU 35.0" and behind.verdict == results_page.FAILS
+    assert ">39.0<" in results_page.picture(results_page.LIGHT)
+    page = results_page.page()
+    assert "tatoeba/study.json" in page and "enwik8/study.md" in page and "45.9" not in page and page != before
+
+
+def test_figures_of_the_study_replace_those_at_a_tiny_scale(results_page, tmp_path, monkeypatch):
+    results = tmp_path / "results"
+    shutil.copytree(ROOT / "results", results)
+    monkeypatch.setattr(results_page, "RESULTS", results)
+    tiny = results_page.attention()
+    write_study(results, "enwik8", "perplexity", {row: [20.0] for row in results_page.LM_ROWS})
+    assert results_page.attention() == tiny, "a study without an analysis"
+    shutil.copytree(results / "analysis", results / "enwik8" / "analysis")
+    path = results / "enwik8" / "analysis" / "analysis.json"
+    content = json.loads(path.read_text())
+    for model in content["models"]:
+        model["perplexity"] = {"finetuned": 20.0, "random initialisation": 21.5}.get(model["series"], 30.0)
+    path.write_text(json.dumps(content))
+    claims = {claim.claim: claim for claim in results_page.attention()}
+    figure_4 = claims["Pretraining is better than random initialisation at every k"]
+    assert figure_4.ours == "k = 4, 8, 32: converted 20.0, 20.0, 20.0; random 21.5, 21.5, 21.5"
+    assert figure_4.verdict == results_page.HOLDS and figure_4.source == "enwik8/analysis/analysis.json"
+    assert "20 steps of finetuning, 30 from random initialisation" in figure_4.scale
+    assert "](enwik8/analysis/entropy.png)" in results_page.page() and "tiny scale" not in results_page.page()
+
+
 def test_pictures_are_well_formed_and_load_nothing(results_page):
     for colors in (results_page.LIGHT, results_page.DARK):
         text = results_page.picture(colors)

@@ -319,6 +319,7 @@ def test_tokens_per_second_counts_neither_validation_nor_saving_nor_compilation(
     log.metrics.close()
     (line,) = read_metrics(tmp_path / "metrics.jsonl")
     assert 1000 / 0.5 < line["tokens_per_second"] <= 1000 / 0.05
+    assert line["steps_per_second"] == pytest.approx(line["tokens_per_second"] / 1000, rel=1e-3)
     assert shown == {
         "loss": 1.0,
         "learning_rate": line["learning_rate"],

@@ -36,6 +36,26 @@ def get_config(row="transformer"):
     return config
 """
 
+PAIRS_CONFIG = """
+from t2r.training.config import architecture, default_config, pretrained
+from t2r.training.rows import ROWS, translation_row
+
+EVALUATE = ("--beam=1",)
+
+def get_config(name="transformer"):
+    config = default_config()
+    row = translation_row(config, name)
+    config.data.update(vocab_size=290, length=40, batch_tokens=256, buckets=1)
+    config.optimizer.warmup_steps = 1
+    config.log_every, config.checkpoint_every = 2, 2
+    config.average_checkpoints = 2
+    if row.from_scratch:
+        config.model, config.steps = architecture("micro_mt"), 4
+    else:
+        config.init_from, config.model, config.steps = "none", pretrained(), 40
+    return config
+"""
+
 
 @pytest.fixture
 def config(tmp_path):
@@ -44,10 +64,30 @@ def config(tmp_path):
     return str(path)
 
 
+@pytest.fixture
+def pairs_config(tmp_path):
+    path = tmp_path / "pairs_rows.py"
+    path.write_text(PAIRS_CONFIG)
+    return str(path)
+
+
+@pytest.fixture
+def pairs_file(tmp_path):
+    """100 pairs, some of them in each split."""
+    colors = ["red", "blue", "green", "old", "new", "big", "small", "fast", "slow", "warm"]
+    things = ["house", "table", "river", "garden", "street", "window", "letter", "bridge", "mountain", "doctor"]
+    path = tmp_path / "pairs.tsv"
+    path.write_text("".join(f"the {a} {b}\t{b} {a} the\n" for a in colors for b in things))
+    return path
+
+
 def test_the_rows_of_a_config():
     rows = rows_of("enwik8")
     assert rows[0] == "transformer" and {"t2r_swapped", "elu_swapped", "t2r_75", "softmax", "t2r_window"} <= set(rows)
     assert "t2r_75_swapped" not in rows and Row("t2r_swapped", 2).variant == "t2r"
+    table_2 = rows_of("tatoeba")
+    assert {"elu_scratch", "rfa_scratch", "t2r_scratch", "elu", "rfa", "t2r", "t2r_75", "performer"} <= set(table_2)
+    assert {"softmax", "t2r_swapped", "performer_swapped"} <= set(table_2)
     with pytest.raises(InputError, match="has no table ROWS"):
         rows_of("tiny_lm")
 
@@ -59,10 +99,28 @@ def test_the_transformer_comes_first_and_what_waits_for_it_last(config, tmp_path
 
 
 def test_seconds_are_those_of_the_logged_speeds(tmp_path):
-    lines = [{"step": 2, "tokens_per_second": 64}, {"step": 2, "valid_perplexity": 3.0}]
-    lines += [{"step": 6, "tokens_per_second": 32}]
+    lines = [{"step": 2, "steps_per_second": 2}, {"step": 2, "valid_perplexity": 3.0}]
+    lines += [{"step": 6, "steps_per_second": 1}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert training_seconds(tmp_path / "metrics.jsonl", 32) == 1 + 4
+    assert training_seconds(tmp_path / "metrics.jsonl") == 1 + 4
+
+
+def test_a_shorter_study_has_fewer_of_all_steps(config, tmp_path):
+    half, whole = (Study(config, "text:x", tmp_path / "out", scale=scale) for scale in (0.5, 1.0))
+    row = Row("t2r", 0)
+    assert half._load(row).steps == 20 and half._load(row).checkpoint_every == 1 and half._load(row).eval_every == 0
+    flags = half._train_flags(row, half._load(row))
+    assert {"--config.steps=20", "--config.optimizer.warmup_steps=1", "--config.checkpoint_every=1"} <= set(flags)
+    assert not [flag for flag in whole._train_flags(row, whole._load(row)) if flag.startswith("--config.steps")]
+
+
+def test_all_rows_of_a_folder_are_written_whichever_command_finished_them(config, tmp_path):
+    rows = [("elu_scratch", 0), ("transformer", 1), ("transformer", 0)]
+    for name, seed in rows:
+        result = dict.fromkeys(study.COLUMNS, 1) | {"row": name, "seed": seed}
+        (tmp_path / f"{Row(name, seed).key}.json").write_text(json.dumps(result))
+    content = Study(config, "text:x", tmp_path)._write()
+    assert [(row["row"], row["seed"]) for row in content["rows"]] == sorted(rows, key=lambda r: (r[0][0] != "t", r[1]))
 
 
 def test_a_training_that_outlived_its_study_is_waited_for(tmp_path, monkeypatch, capsys):
@@ -93,6 +151,10 @@ def test_rows_share_the_memory_of_a_device(monkeypatch):
 def test_a_table_has_a_line_for_each_row():
     row = dict(row="t2r", seed=0, k=32, perplexity=19.6, valid_perplexity=None, steps=10, trained_tokens=9, seconds=1)
     assert markdown([row]).splitlines()[2] == "| t2r | 0 | 32 | 19.60 |  | 10 | 9 | 1 |"
+    row = dict(row="t2r", seed=0, k=4, cross_k=32, bleu=28.7, chrf=60.12, valid_perplexity=3.0, steps=10, seconds=1)
+    table = markdown([row], study.columns("tsv:pairs.tsv")).splitlines()
+    assert table[0].startswith("| row | seed | k | cross_k | bleu")
+    assert table[2].startswith("| t2r | 0 | 4 | 32 | 28.70")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +168,10 @@ def test_a_table_has_a_line_for_each_row():
         (["--set==3"], "give FIELD=VALUE"),
         (["--rows=,,"], "--rows names no row"),
         (["--data=text:/nowhere.txt"], "there is no file /nowhere.txt"),
-        (["--data=tsv:pairs.tsv"], "not of sentence pairs"),
+        (["--data=tsv:/nowhere.tsv"], "/nowhere.tsv"),
+        (["--data=tsv:{pairs}"], "translation models sentence pairs"),
+        (["--config={pairs_config}"], "language models need text"),
+        (["--scale=0"], "--scale"),
         (["--data="], "use text:PATH"),
         (["--split=dev"], "--split=dev: choose one of"),
         (["--output="], "the name of the output is empty"),
@@ -120,18 +185,23 @@ def test_a_table_has_a_line_for_each_row():
         (["--config=tiny_lm"], "has no table ROWS"),
     ],
 )
-def test_bad_input_gets_one_clear_error(config, text_file, tmp_path, call, flags, message):
+def test_bad_input_gets_one_clear_error(config, pairs_config, text_file, pairs_file, tmp_path, call, flags, message):
     given = [f"--config={config}", f"--data=text:{text_file}", f"--output={tmp_path / 'out'}"]
-    status, printed = call("study", *given, *(flag.format(text=text_file) for flag in flags))
+    files = dict(text=text_file, pairs=pairs_file, pairs_config=pairs_config)
+    status, printed = call("study", *given, *(flag.format(**files) for flag in flags))
     assert status == 2 and printed.startswith("error: ") and message in printed, printed
     assert "Traceback" not in printed and not list(tmp_path.glob("out/*"))
 
 
 @pytest.mark.slow
-def test_a_killed_study_continues_and_redoes_nothing(config, text_file, tmp_path):
+@pytest.mark.parametrize("kind", ["text", "pairs"])
+def test_a_killed_study_continues_and_redoes_nothing(kind, config, pairs_config, text_file, pairs_file, tmp_path):
     """kill -9 while a row trains: the row goes on from a checkpoint, and what was finished is not touched."""
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "t2r", "study", f"--config={config}", f"--data=text:{text_file}",
+    if kind == "pairs":
+        pytest.importorskip("sacrebleu")
+    given = [config, f"text:{text_file}"] if kind == "text" else [pairs_config, f"tsv:{pairs_file}"]
+    command = [sys.executable, "-m", "t2r", "study", f"--config={given[0]}", f"--data={given[1]}",
                f"--output={out}", "--rows=t2r,t2r_swapped", "--jobs=2"]  # fmt: skip
     options = dict(cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL, start_new_session=True)
     process = subprocess.Popen(command, **options)
@@ -153,9 +223,15 @@ def test_a_killed_study_continues_and_redoes_nothing(config, text_file, tmp_path
     written = json.loads((out / "study.json").read_text())
     rows = {row["row"]: row for row in written["rows"]}
     assert list(rows) == ["transformer", "t2r", "t2r_swapped"] and written["failed"] == {}
-    assert (rows["t2r"]["steps"], rows["t2r"]["trained_tokens"]) == (40, 40 * 2 * 16)
-    assert [row["k"] for row in rows.values()] == [None, 32, 32]
-    assert rows["t2r"]["perplexity"] > 1 and rows["t2r_swapped"]["steps"] == 0 and rows["t2r"]["seconds"] > 0
+    assert (rows["t2r"]["steps"], rows["t2r_swapped"]["steps"]) == (40, 0) and rows["t2r"]["seconds"] > 0
+    if kind == "text":
+        assert rows["t2r"]["trained_tokens"] == 40 * 2 * 16 and rows["t2r"]["perplexity"] > 1
+        assert [row["k"] for row in rows.values()] == [None, 32, 32]
+    else:
+        assert rows["t2r"]["bleu"] == rows["t2r"]["test"]["bleu"] and rows["t2r"]["test"]["beam"] == 1
+        assert [(row["k"], row["cross_k"]) for row in rows.values()] == [(None, None), (4, 32), (4, 32)]
+    prepared = sorted(path.name.partition("-")[0] for path in (out / "prepared").iterdir())
+    assert prepared == ["tokenizer", "tokens", "tokens"], "made once for all rows: a tokenizer, and two splits"
     assert (out / "study.md").read_text().count("\n") == 5
     steps = [line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line]
     assert steps == sorted(set(steps)), "no step was logged twice"
