@@ -189,8 +189,11 @@ def atomic_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """Within it, no other process may enter with the same folder, which is created if it does not exist."""
+def exclusive(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    """Within it, no other process may enter with the same folder, which is created if it does not exist.
+
+    If another process is there, that is an error, or with `wait` this one waits for its end.
+    """
     if folder.is_file():
         raise InputError(f"cannot write {folder}: it is a file, not a folder; choose another")
     try:
@@ -200,7 +203,7 @@ def exclusive(folder: Path) -> Iterator[None]:
         raise InputError(f"cannot write {folder}: {error.strerror}") from None
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise InputError(f"another run is using {folder}: wait for it to end, or choose another workdir") from None
         except OSError:

@@ -11,7 +11,9 @@ from typing import Any
 
 from absl import flags
 
-_MODEL = flags.DEFINE_string("model", None, "Model directory, or builtin:NAME, to start a server with.")
+_MODEL = flags.DEFINE_string(
+    "model", None, "Model to start a server with: a directory, builtin:NAME, or ORG/NAME of the Hugging Face hub."
+)
 _TRANSFORMER = flags.DEFINE_string("transformer", None, "Model to measure beside it; default: as `t2r serve`.")
 _URL = flags.DEFINE_string("url", None, "Address of a server that runs already.")
 _STREAMS = flags.DEFINE_integer("streams", 200, "Requests under way at the same time.", lower_bound=1)

@@ -22,7 +22,7 @@ from t2r.decode.generate import generate_tokens, prefill
 from t2r.decode.sampling import Sampling
 from t2r.decode.text import check_language_model
 from t2r.errors import InputError, check_seed
-from t2r.store import model_dir
+from t2r.importers import by_name
 
 MAX_LENGTH = 2048  # tokens of a model without a limit, unless max_length says otherwise; the harness's own default
 MAX_GENERATED = 256  # tokens, unless a task says otherwise; the harness's own default
@@ -60,7 +60,7 @@ class HarnessModel(TemplateLM):
         check_seed(_positive("seed", seed, least=0))
         self._seed, self._name = int(seed), Path(str(model)).name
         jax.config.update("jax_default_device", _device(device))
-        loaded = model_dir.load(str(model), dtype=dtype)
+        loaded = by_name.load(str(model), dtype=dtype)
         check_language_model(loaded)
         self._model, self._tokenizer = loaded.model, loaded.tokenizer
         limit = self._model.config.max_positions

@@ -13,13 +13,13 @@ from t2r.data.tokenizer import Tokenizer, stop_ids
 from t2r.decode.text import check_language_model
 from t2r.errors import InputError
 from t2r.files import make_folder
+from t2r.importers import by_name
 from t2r.serve.prefixes import load_prefixes, save_prefixes
 from t2r.serve.protocol import Asked, Choice, Writer, usage_of
 from t2r.serve.scheduler import Event, Request, Scheduler
 from t2r.serve.slots import Slots
 from t2r.serve.template import ChatTemplate, find_template
 from t2r.serve.text import AnswerText
-from t2r.store import model_dir
 
 CACHE_CAPACITY = 2048  # tokens of a sequence, by default, in models whose state grows with it
 STATE_CAPACITY = 131_072  # by default, in models whose state does not grow
@@ -60,7 +60,7 @@ class ServedModel:
 
     def __init__(self, path: str, name: str, limits: Limits, *, template: str | None = None, dtype: str = "float32"):
         """`template` is a file with a chat template, for a model that has none."""
-        loaded = model_dir.load(path, dtype=dtype)
+        loaded = by_name.load(path, dtype=dtype)
         check_language_model(loaded)
         self.name, self.path, self.limits = name, path, limits
         self.provenance = loaded.provenance
