@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from t2r.data.chat_template import ChatTemplate, Message, find_template
 from t2r.data.tokenizer import stop_ids
 from t2r.decode.sampling import Sampling
 from t2r.decode.text import check_language_model
@@ -17,7 +18,6 @@ from t2r.serve.problem import Problem
 from t2r.serve.scheduler import Request, Scheduler
 from t2r.serve.served import capacity_of
 from t2r.serve.slots import Slots
-from t2r.serve.template import ChatTemplate, Message, find_template
 from t2r.serve.text import AnswerText
 
 
@@ -35,7 +35,7 @@ class Conversation:
     ):
         loaded = by_name.load(model, dtype=dtype)
         check_language_model(loaded)
-        self._template = _required(find_template(loaded, template), model)
+        self._template = _required(find_template(loaded.tokenizer, template), model)
         self._tokenizer, self._stops = loaded.tokenizer, stop_ids(loaded.tokenizer)
         self._sampling, self._system, self._events = sampling, system, queue.Queue()
         slots = Slots(loaded.model, 1, capacity_of(loaded.model.config, 0))
