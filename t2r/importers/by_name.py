@@ -63,4 +63,8 @@ def _models() -> Path:
 def _import(name: str, folder: Path) -> None:
     from t2r.importers.source import import_model  # here, as it loads all families
 
-    import_model(name, folder)
+    try:
+        import_model(name, folder)
+    except InputError:
+        if not folder.exists():  # else another process was faster, on a file system without locks
+            raise

@@ -57,7 +57,7 @@ class Result:
     text: str
     tokens: int
     first: float  # seconds to the first text
-    gaps: list[float]  # seconds between its parts, each of one token or, rarely, a few
+    gaps: list[float]  # seconds between its parts: one token each, or several if the machine is overloaded
     seconds: float
     finish: str
 

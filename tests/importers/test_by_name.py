@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,8 +49,9 @@ def folder_of(models: Path, commit: str) -> Path:
     return models / "org" / "llama" / f"{commit}-{t2r.__version__}"
 
 
-def loaded_by(run, *names: str, **environment: str) -> list:  # noqa: F811
-    done = run("-c", LOAD, *names, **environment)
+def loaded_by(run, *names: str, program: str = LOAD, **environment: str) -> tuple[list, str]:  # noqa: F811
+    """What a program prints of each model that it loads, and what it says."""
+    done = run("-c", program, *names, **environment)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
@@ -83,21 +84,47 @@ def test_what_was_imported_needs_neither_the_network_nor_the_original(repository
 @pytest.mark.slow
 def test_the_user_s_cache_and_two_processes_at_once(repository, run, tmp_path):  # noqa: F811
     """Both load the model, one imports it; what a killed process left is removed."""
-    cache = tmp_path / "cache" / "t2r" / "models"
-    left = cache / "org" / "llama" / f"{COMMIT}-{t2r.__version__}.999999999.unfinished"
-    left.mkdir(parents=True)
-    results, folder = [], folder_of(cache, COMMIT)
-    with serving({"org/llama": repository}) as server:
+    folder = folder_of(tmp_path / "cache" / "t2r" / "models", COMMIT)
+    folder.with_name(f"{folder.name}.999999999.unfinished").mkdir(parents=True)
+    with serving({"org/llama": repository}) as server, ThreadPoolExecutor() as pool:
         found = dict(**endpoint(server), XDG_CACHE_HOME=str(tmp_path / "cache"))
-        processes = [
-            threading.Thread(target=lambda: results.append(loaded_by(run, "org/llama", **found))) for _ in "ab"
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-    assert len(results) == 2 and results[0][0] == results[1][0]
+        results = list(pool.map(lambda name: loaded_by(run, name, **found), ["org/llama"] * 2))
+    assert results[0][0] == results[1][0]
     assert sum("from the Hugging Face hub, or its cache" in said for _, said in results) == 1
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".lock", folder.name]
+
+
+# A file system without locks, on which two processes import when both have seen that the model is not there.
+UNLOCKED = """
+import os, time
+from pathlib import Path
+from types import SimpleNamespace
+from t2r import files
+from t2r.importers import source
+
+def flock(*_):
+    raise OSError("no locks")
+
+def together(*arguments, import_model=source.import_model):
+    there = Path(os.environ["BOTH"])
+    (there / str(os.getpid())).touch()
+    while len(list(there.iterdir())) < 2:
+        time.sleep(0.01)
+    import_model(*arguments)
+
+files.fcntl, source.import_model = SimpleNamespace(flock=flock, LOCK_EX=0, LOCK_NB=0), together
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_at_once_without_locks(repository, run, models, tmp_path):  # noqa: F811
+    (tmp_path / "both").mkdir()
+    folder = folder_of(models, COMMIT)
+    with serving({"org/llama": repository}) as server, ThreadPoolExecutor() as pool:
+        found = dict(**endpoint(server), T2R_MODELS=str(models), BOTH=str(tmp_path / "both"))
+        load = lambda name: loaded_by(run, name, program=UNLOCKED + LOAD, **found)  # noqa: E731
+        results = list(pool.map(load, ["org/llama"] * 2))
+    assert results[0][0] == results[1][0]
     assert sorted(path.name for path in folder.parent.iterdir()) == [".lock", folder.name]
 
 
