@@ -1,5 +1,6 @@
 # make_environment: creates .venv and installs requirement files, unless a stamp file says that this was done.
 # Safe to run again and after an interruption: the stamp is written last.
+# make_overlay: an environment beside it, for packages that need other versions than .venv has.
 
 fits() { # whether a command is a supported Python
   command -v "$1" >/dev/null && "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
@@ -44,4 +45,14 @@ make_environment() { # requirement files...
     return 1
   }
   touch "$stamp"
+}
+
+make_overlay() { # folder, packages...: an environment with these packages before those of .venv, which stays as it is
+  local folder=$1 packages
+  shift
+  rm -rf "$folder"
+  .venv/bin/python -m venv "$folder" || return 1
+  packages=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$packages/below.pth"
+  "$folder/bin/python" -m pip install -qq --disable-pip-version-check "$@"
 }

@@ -45,13 +45,13 @@ __all__ = [
 
 
 def load(path: str | Path, **runtime: Any) -> "LoadedModel":
-    """A model with its tokenizer and provenance, from a directory or `builtin:NAME`.
+    """A model with its tokenizer and provenance, from a directory, `builtin:NAME`, or `ORG/NAME` of the hub.
 
     `runtime` changes how it runs, not what it computes: dtype="bfloat16", kernels="off".
     """
-    from t2r.store import model_dir
+    from t2r.importers import by_name
 
-    return model_dir.load(path, **runtime)
+    return by_name.load(path, **runtime)
 
 
 def _loaded(model: "LoadedModel | str | Path") -> "LoadedModel":

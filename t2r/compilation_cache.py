@@ -5,6 +5,8 @@ import os
 import platform
 from pathlib import Path
 
+from t2r.caches import user_cache
+
 LEAST_SECONDS = "2"  # programs that compile faster are not kept
 
 
@@ -22,12 +24,8 @@ def cache_folder() -> Path | None:
 
     A program for the CPU is compiled for one kind of processor; a home directory may be shared by several.
     """
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    try:
-        caches = given if given.is_absolute() else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return caches / "t2r" / f"xla-{platform.machine()}-{_features()}"
+    cache = user_cache()
+    return cache and cache / f"xla-{platform.machine()}-{_features()}"
 
 
 def _features() -> str:

@@ -36,7 +36,7 @@ ORDER = [
     {"kernels"},
     {"page"},
     {"batch", "dropout", "normalizer", "layout", "environment", "processes", "files", "extras", "compilation_cache"}
-    | {"plots"},
+    | {"plots", "caches"},
     {"console", "errors"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

@@ -17,8 +17,8 @@ from t2r.environment import describe
 from t2r.errors import InputError
 from t2r.evaluation.perplexity import pair_perplexity, perplexity
 from t2r.evaluation.score import default_split
+from t2r.importers import by_name
 from t2r.model.transformer import LanguageModel, check_length
-from t2r.store import model_dir
 from t2r.store.model_dir import LoadedModel
 
 LENGTH, SENTENCE = 512, 96  # tokens of a window of text, as in the paper; the most of a sentence
@@ -46,8 +46,8 @@ def analyze(
     """
     check_models(models, transformer)
     split = split or default_split(data)
-    original = None if transformer is None else model_dir.load(find_model(transformer), dtype=dtype)
-    first = original or model_dir.load(find_model(models[0]), dtype=dtype)
+    original = None if transformer is None else by_name.load(find_model(transformer), dtype=dtype)
+    first = original or by_name.load(find_model(models[0]), dtype=dtype)
     translates = bool(first.model.config.encoder_layers)
     _check_data(data, translates)
     reader = _Pairs if translates else _Windows
@@ -58,7 +58,7 @@ def analyze(
     names = [*([] if transformer is None else [transformer]), *models]
     results = []
     for number, name in enumerate(names, 1):
-        loaded = original if name == transformer else model_dir.load(find_model(name), dtype=dtype)
+        loaded = original if name == transformer else by_name.load(find_model(name), dtype=dtype)
         described = describe_model(name, loaded)
         say(f"[{number}/{len(names)}] {name}: {described.series}")
         compared = original.model if original is not None and described.is_aligned else None

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from t2r.errors import InputError, raise_all
+from t2r.importers import by_name
 from t2r.model.config import AttentionSpec, ModelConfig
-from t2r.store import model_dir
 from t2r.store.model_dir import LoadedModel
 
 TRAINED = {
@@ -95,12 +95,12 @@ def check_models(names: list[str], transformer: str | None) -> None:
     if repeated:
         raise InputError(f"--model names {', '.join(repeated)} more than once: name each model once")
     first = names[0] if transformer is None else transformer
-    base = model_dir.load_config(model_dir.resolve(find_model(first)))
+    base = by_name.load_config(find_model(first))
     if transformer is not None and _linear(base.attention + base.cross_attention):
         raise InputError(f"--transformer={transformer} has been converted: give the model that it was converted from")
     problems = []
     for name in names:
-        config = model_dir.load_config(model_dir.resolve(find_model(name)))
+        config = by_name.load_config(find_model(name))
         problems += [
             f"{name} has {field}={getattr(config, field)!r}, {first} has {getattr(base, field)!r}"
             for field in ("layers", "heads", "encoder_layers", "vocab_size", "max_positions")

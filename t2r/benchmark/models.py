@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from t2r.conversion.swap import layers_to_keep
 from t2r.errors import InputError, raise_all
+from t2r.importers import by_name
 from t2r.model.config import AttentionSpec, ModelConfig, preset
 from t2r.model.parameters import Arrays, abstract_model, arrays_of, with_arrays
 from t2r.model.transformer import LanguageModel, check_length
-from t2r.store import model_dir
 
 
 class Variant(NamedTuple):
@@ -190,7 +190,7 @@ def architecture(preset_name: str | None, model: str | None, fields: Sequence[st
     changed = parse_fields(fields)
     if preset_name is not None:
         return preset(preset_name, **changed)
-    return model_dir.load_config(model_dir.resolve(model)).replace(**changed)
+    return by_name.load_config(model).replace(**changed)
 
 
 def parse_fields(assignments: Sequence[str]) -> dict[str, Any]:

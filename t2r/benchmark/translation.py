@@ -21,6 +21,7 @@ from t2r.decode.translator import TranslateOptions, pad, read_lines, translate_l
 from t2r.errors import InputError
 from t2r.evaluation.bleu import check_tokenizer, score_translations
 from t2r.files import make_folder, write_json
+from t2r.importers import by_name
 from t2r.model.rows import WEIGHTS, for_decoding
 from t2r.store import model_dir
 
@@ -104,7 +105,7 @@ def _figures(result: Result, results: Sequence[Result], references: list[str] | 
 
 
 def _rows(path: str, weights: Sequence[str], beams: Sequence[int], batch: int) -> list[Row]:
-    loaded = model_dir.load(path)
+    loaded = by_name.load(path)
     if not loaded.model.config.encoder_layers:
         raise InputError(f"{path} is a language model: give translation models")
 
@@ -124,7 +125,7 @@ def _rows(path: str, weights: Sequence[str], beams: Sequence[int], batch: int) -
 
 def _lengths(path: str, lines: Sequence[str], batch: int) -> list[int]:
     """The number of tokens of the model's greedy translation of each line."""
-    model, tokenizer, _ = model_dir.load(path)
+    model, tokenizer, _ = by_name.load(path)
     model, target = for_decoding(model), tokenizer.target
     special = dict(start=decoder_start_ids(target), end=target.stop, padding=getattr(target, "padding", None))
     lengths = []

@@ -16,7 +16,9 @@ def define_models() -> SimpleNamespace:
     """Flags that select models and lengths, for `benchmark decode` and `benchmark memory`."""
     return SimpleNamespace(
         preset=flags.DEFINE_string("preset", None, "Architecture: a preset, such as paper_lm or paper_mt."),
-        model=flags.DEFINE_string("model", None, "Architecture: that of a model directory or builtin:NAME."),
+        model=flags.DEFINE_string(
+            "model", None, "Architecture: that of a model directory, builtin:NAME, or ORG/NAME of the Hugging Face hub."
+        ),
         fields=flags.DEFINE_multi_string("field", [], "NAME=VALUE: change a field of the architecture; repeatable."),
         rows=flags.DEFINE_list(
             "rows", None, "Models to compare, such as transformer,t2r; default: those of the paper's Figures 2 and 3."

@@ -1,6 +1,6 @@
 """Measure a server under load: many streams at once, speed, latency, and that none is lost or differs from one alone.
 
-t2r benchmark serve --model=MODEL [--transformer=MODEL] --streams=200 [--requests=N --length=64 --words=8 --nocheck]
+t2r benchmark serve --model=MODEL [--transformer=MODEL] --streams=200 [--requests=N --length=64 --ramp_up=10 --nocheck]
 t2r benchmark serve --url=http://HOST:PORT --streams=200        (a server that runs already)
 
 Starts `t2r serve` with one slot for each stream, up to --slots, and without kept states, and asks each of its models
@@ -11,16 +11,22 @@ from typing import Any
 
 from absl import flags
 
-_MODEL = flags.DEFINE_string("model", None, "Model directory, or builtin:NAME, to start a server with.")
+_MODEL = flags.DEFINE_string(
+    "model", None, "Model to start a server with: a directory, builtin:NAME, or ORG/NAME of the Hugging Face hub."
+)
 _TRANSFORMER = flags.DEFINE_string("transformer", None, "Model to measure beside it; default: as `t2r serve`.")
 _URL = flags.DEFINE_string("url", None, "Address of a server that runs already.")
 _STREAMS = flags.DEFINE_integer("streams", 200, "Requests under way at the same time.", lower_bound=1)
 _REQUESTS = flags.DEFINE_integer("requests", 0, "Requests in all; 0: as many as streams.", lower_bound=0)
 _LENGTH = flags.DEFINE_integer("length", 64, "Tokens of each answer.", lower_bound=1)
+_RAMP_UP = flags.DEFINE_float("ramp_up", 0, "Seconds over which the streams begin; 0: all at once.", lower_bound=0)
 _WORDS = flags.DEFINE_integer("words", 8, "Words of each prompt.", lower_bound=1)
 _SLOTS = flags.DEFINE_integer("slots", 0, "Slots of the server; 0: as many as streams.", lower_bound=0)
 _CHECK = flags.DEFINE_bool("check", True, "Ask each prompt alone, too, and compare.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
+_WEIGHTS = flags.DEFINE_enum(
+    "weights", "float32", ["float32", "int8"], "Type of the matrices; int8: 8 bits, rounded, fastest on CPUs."
+)
 
 
 def main() -> dict[str, Any]:
@@ -38,11 +44,12 @@ def main() -> dict[str, Any]:
     else:
         arguments = [f"--model={_MODEL.value}", f"--slots={_SLOTS.value or streams}", f"--queue={max(streams, 1024)}"]
         arguments += [f"--transformer={_TRANSFORMER.value}"] if _TRANSFORMER.value else []
-        running = load.started([*arguments, "--cache_mib=0", "--timeout=3600", f"--dtype={_DTYPE.value}"])
+        arguments += [f"--dtype={_DTYPE.value}", f"--weights={_WEIGHTS.value}"]
+        running = load.started([*arguments, "--cache_mib=0", "--timeout=3600"])
     with running as (url, process):
-        options = dict(length=_LENGTH.value, words=_WORDS.value, check=_CHECK.value, process=process)
+        options = dict(length=_LENGTH.value, words=_WORDS.value, ramp_up=_RAMP_UP.value, check=_CHECK.value)
         rows = [
-            load.measure(url, name, streams=streams, requests=max(requests, streams), **options)
+            load.measure(url, name, streams=streams, requests=max(requests, streams), process=process, **options)
             for name in load.models_of(url)
         ]
     load.show(rows)

@@ -12,7 +12,9 @@ from typing import Any
 
 from absl import flags
 
-_MODEL = flags.DEFINE_string("model", None, "Model directory, or builtin:NAME.", required=True)
+_MODEL = flags.DEFINE_string(
+    "model", None, "Model directory, builtin:NAME, or ORG/NAME of the Hugging Face hub.", required=True
+)
 _SYSTEM = flags.DEFINE_string("system", None, "Message that begins every conversation.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.7, "Sampling temperature; 0: greedy.")
 _TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.")

@@ -24,7 +24,10 @@ from typing import Any
 from absl import flags
 
 _MODEL = flags.DEFINE_string(
-    "model", None, "Model directory, or builtin:NAME; with --finetune also what `t2r import` takes.", required=True
+    "model",
+    None,
+    "Model directory, builtin:NAME, or ORG/NAME of the Hugging Face hub; with --finetune all that `t2r import` takes.",
+    required=True,
 )
 _OUTPUT = flags.DEFINE_string("output", None, "Model directory to write; must not exist.", required=True)
 _FEATURE_MAP = flags.DEFINE_string("feature_map", "t2r", "Feature map φ: t2r, elu, rfa, rfa_fixed or performer.")

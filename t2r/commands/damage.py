@@ -14,7 +14,9 @@ from typing import Any
 
 from absl import flags
 
-_MODEL = flags.DEFINE_string("model", None, "Model directory, or builtin:NAME.", required=True)
+_MODEL = flags.DEFINE_string(
+    "model", None, "Model directory, builtin:NAME, or ORG/NAME of the Hugging Face hub.", required=True
+)
 _DATA = flags.DEFINE_string("data", None, "Text, or sentence pairs (sources are read).", required=True)
 _SPLIT = flags.DEFINE_string("split", None, "train, valid, test or all; default: all for files, else test.")
 _WINDOW = flags.DEFINE_integer("window", 32, "Tokens that causal attention is reduced to.", lower_bound=1)
@@ -30,11 +32,11 @@ _OUTPUT = flags.DEFINE_string("output", None, "A plot: FILE.png or FILE.svg.")
 def main() -> dict[str, Any]:
     from t2r.console import table
     from t2r.evaluation.damage import check_plot, measure_on_data, plot, rows
-    from t2r.store import model_dir
+    from t2r.importers import by_name
 
     if _OUTPUT.value:
         check_plot(_OUTPUT.value)
-    loaded = model_dir.load(_MODEL.value)
+    loaded = by_name.load(_MODEL.value)
     sizes = dict(length=_LENGTH.value, sequences=_SEQUENCES.value)
     options = dict(window=_WINDOW.value, sinks=_SINKS.value)
     damage = measure_on_data(loaded, _DATA.value, _SPLIT.value, **sizes, **options, heads=_HEADS.value)

@@ -30,7 +30,9 @@ from typing import Any
 
 from absl import flags
 
-_MODEL = flags.DEFINE_string("model", None, "Model directory, or builtin:NAME.", required=True)
+_MODEL = flags.DEFINE_string(
+    "model", None, "Model directory, builtin:NAME, or ORG/NAME of the Hugging Face hub.", required=True
+)
 _DATA = flags.DEFINE_string(
     "data", None, "Data: builtin:NAME, text:PATH, pairs:SOURCE,TARGET, tsv:PATH (also .gz) or tfds:NAME."
 )
@@ -71,12 +73,12 @@ def main() -> dict[str, Any]:
     from t2r.console import table
     from t2r.errors import InputError
     from t2r.evaluation.score import default_split, evaluate, write_logits
+    from t2r.importers import by_name
     from t2r.model.rows import for_decoding
-    from t2r.store import model_dir
 
     if sum(flag.value is not None for flag in (_DATA, _LOGITS, _LOG_PROBS)) != 1:
         raise InputError("give one of --data=SPEC, --logits=IN.npz:OUT.npz and --log_probs=IN.npz:OUT.npz")
-    loaded = model_dir.load(_MODEL.value, dtype=_DTYPE.value)
+    loaded = by_name.load(_MODEL.value, dtype=_DTYPE.value)
     if _WEIGHTS.value == "int8":
         loaded = loaded._replace(model=for_decoding(loaded.model, "int8"))
     if _DATA.value is None:
@@ -117,7 +119,7 @@ def _options(*, translates: bool) -> dict[str, Any]:
 
 def _sample_options() -> dict[str, Any]:
     from t2r.errors import InputError
-    from t2r.store import model_dir
+    from t2r.importers import by_name
 
     if not _SAMPLES.value:
         unused = [flag for flag in (_SCORER, _SAMPLE_LENGTH, _SAMPLE_PROMPT) if flag.present]
@@ -125,7 +127,7 @@ def _sample_options() -> dict[str, Any]:
             names = ", ".join(f"--{flag.name}" for flag in unused)
             raise InputError(f"{names}: say how many texts the model writes, as in --samples=64")
         return {}
-    scorer = model_dir.load(_SCORER.value, dtype=_DTYPE.value) if _SCORER.value else None
+    scorer = by_name.load(_SCORER.value, dtype=_DTYPE.value) if _SCORER.value else None
     return dict(
         samples=_SAMPLES.value,
         scorer=scorer,

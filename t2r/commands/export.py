@@ -17,7 +17,9 @@ from typing import Any
 
 from absl import flags
 
-_MODEL = flags.DEFINE_string("model", None, "Model directory, or builtin:NAME.", required=True)
+_MODEL = flags.DEFINE_string(
+    "model", None, "Model directory, builtin:NAME, or ORG/NAME of the Hugging Face hub.", required=True
+)
 _OUTPUT = flags.DEFINE_string("output", None, "Directory to write; must not exist.", required=True)
 _FORMAT = flags.DEFINE_enum("format", "stablehlo", ["stablehlo", "huggingface"], "What to write.")
 _BATCH = flags.DEFINE_integer(

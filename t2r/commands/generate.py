@@ -17,7 +17,9 @@ from absl import flags
 
 from t2r.errors import InputError
 
-_MODEL = flags.DEFINE_string("model", None, "Model directory, or builtin:NAME.", required=True)
+_MODEL = flags.DEFINE_string(
+    "model", None, "Model directory, builtin:NAME, or ORG/NAME of the Hugging Face hub.", required=True
+)
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "Prompt; repeat the flag for a batch.")
 _LENGTH = flags.DEFINE_integer("length", 100, "Maximum number of tokens to generate.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0: greedy.")
@@ -48,14 +50,14 @@ def main() -> dict[str, Any]:
     from t2r.decode.state_file import save_generation
     from t2r.decode.text import check_language_model, generate_text, write_texts
     from t2r.files import check_output_file
+    from t2r.importers import by_name
     from t2r.model.rows import for_decoding
-    from t2r.store import model_dir
 
     _check_texts()
     if _SAVE.value:
         check_output_file(Path(_SAVE.value))
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
-    loaded = model_dir.load(_MODEL.value, dtype=_DTYPE.value, kernels=_KERNELS.value)
+    loaded = by_name.load(_MODEL.value, dtype=_DTYPE.value, kernels=_KERNELS.value)
     check_language_model(loaded)
     if _WEIGHTS.value == "int8":  # float32 by row is no faster with the one sequence that is usual here
         loaded = loaded._replace(model=for_decoding(loaded.model, "int8"))

@@ -2,9 +2,9 @@
 
 t2r lm_eval --model t2r --model_args model=MODEL --batch_size 8 --tasks lambada_openai,hellaswag [any flag of lm_eval]
 
-MODEL is a model directory or builtin:NAME. Other arguments in --model_args are max_length (tokens; by default the
-model's positions, or 2048), dtype (float32 or bfloat16), device (as JAX names it: cpu, cuda:0, tpu) and seed. Without
-arguments, lm_eval explains its flags. It needs the extra lm_eval.
+MODEL is a model directory, builtin:NAME, or ORG/NAME of the Hugging Face hub. Other arguments in --model_args are
+max_length (tokens; by default the model's positions, or 2048), dtype (float32 or bfloat16), device (as JAX names it:
+cpu, cuda:0, tpu) and seed. Without arguments, lm_eval explains its flags. It needs the extra lm_eval.
 """
 
 import sys

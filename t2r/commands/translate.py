@@ -14,7 +14,9 @@ from typing import Any
 
 from absl import flags
 
-_MODEL = flags.DEFINE_string("model", None, "Model directory of a translation model.", required=True)
+_MODEL = flags.DEFINE_string(
+    "model", None, "Translation model: a directory, or ORG/NAME of the Hugging Face hub.", required=True
+)
 _INPUT = flags.DEFINE_string("input", None, "Text file (also .gz), one sentence per line; default: standard input.")
 _OUTPUT = flags.DEFINE_string("output", None, "File to write; default: standard output.")
 _BEAM = flags.DEFINE_integer("beam", 5, "Beam size; 1: greedy.")
@@ -45,8 +47,8 @@ def main() -> dict[str, Any]:
     from t2r.decode.beam import Beam
     from t2r.decode.sampling import Sampling
     from t2r.decode.translator import TranslateOptions, translate_file
+    from t2r.importers import by_name
     from t2r.model.rows import for_decoding
-    from t2r.store import model_dir
 
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value) if _TEMPERATURE.value else None
     options = TranslateOptions(
@@ -57,7 +59,7 @@ def main() -> dict[str, Any]:
         max_source=_MAX_SOURCE.value,
         truncate=_OVERLONG.value == "truncate",
     )
-    loaded = model_dir.load(_MODEL.value, dtype=_DTYPE.value)
+    loaded = by_name.load(_MODEL.value, dtype=_DTYPE.value)
     loaded = loaded._replace(model=for_decoding(loaded.model, _WEIGHTS.value))
     result = translate_file(loaded, _INPUT.value, _OUTPUT.value, options, n_best=_N_BEST.value, scores=_SCORES.value)
     print(table(["translated", ""], result.items()), file=report_stream())

@@ -7,6 +7,7 @@ from typing import Any
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
 from t2r.files import check_free
+from t2r.importers import by_name
 from t2r.store import model_dir
 from t2r.store.model_dir import LoadedModel
 
@@ -35,7 +36,7 @@ def convert_directory(
     """
     output = Path(output)
     check_free(output)
-    loaded, measured = model_dir.load(name), {}
+    loaded, measured = by_name.load(name), {}
     if choose is not None:
         plan, measured = choose(loaded, plan)
     result = merge_model(loaded, source=name) if merge else convert_model(loaded, source=name, **plan)

@@ -1,6 +1,7 @@
 """Models as those of lm-evaluation-harness, under the name `t2r`: importing this module registers them there."""
 
 import functools
+import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,13 +17,14 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 
-from t2r.console import Progress
-from t2r.data.tokenizer import prompt_ids, stop_ids
+from t2r.console import Progress, say
+from t2r.data.chat_template import ChatTemplate, Message, find_template
+from t2r.data.tokenizer import stop_ids
 from t2r.decode.generate import generate_tokens, prefill
 from t2r.decode.sampling import Sampling
 from t2r.decode.text import check_language_model
 from t2r.errors import InputError, check_seed
-from t2r.store import model_dir
+from t2r.importers import by_name
 
 MAX_LENGTH = 2048  # tokens of a model without a limit, unless max_length says otherwise; the harness's own default
 MAX_GENERATED = 256  # tokens, unless a task says otherwise; the harness's own default
@@ -60,9 +62,10 @@ class HarnessModel(TemplateLM):
         check_seed(_positive("seed", seed, least=0))
         self._seed, self._name = int(seed), Path(str(model)).name
         jax.config.update("jax_default_device", _device(device))
-        loaded = model_dir.load(str(model), dtype=dtype)
+        loaded = by_name.load(str(model), dtype=dtype)
         check_language_model(loaded)
         self._model, self._tokenizer = loaded.model, loaded.tokenizer
+        self._warn = functools.cache(say)  # each warning once
         limit = self._model.config.max_positions
         self.max_length = limit or MAX_LENGTH if max_length is None else _positive("max_length", max_length)
         if limit and self.max_length > limit:
@@ -89,16 +92,41 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return self._name
+        """Under which the harness keeps requests: models of one name may have several templates."""
+        template = getattr(self._tokenizer, "chat_template", None) or ""
+        digest = hashlib.sha256(template.encode()).hexdigest()[:8]
+        return f"{self._name}-{digest}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The tokens of a string, after the one that must precede every text, if the model needs one."""
-        ids = self._tokenizer.encode(string)
+        ids, begin = self._tokenizer.encode(string), self._tokenizer.end
         begins = self._tokenizer.begins and add_special_tokens is not False
-        return [self._tokenizer.end, *ids] if begins else ids
+        return [begin, *ids] if begins and ids[:1] != [begin] else ids  # a chat template may have written it
 
-    def apply_chat_template(self, *_: Any, **__: Any) -> str:
-        raise InputError("a t2r model has no chat template: leave out --apply_chat_template")
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The program of --apply_chat_template, for the harness's records."""
+        if isinstance(chat_template, str):
+            raise InputError(f"--apply_chat_template={chat_template}: leave out the name, a model has one template")
+        return self._template.source
+
+    def apply_chat_template(self, chat_history: list[Message], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, up to where an answer begins, or to the end of a message that is continued."""
+        write = self._template.text if add_generation_prompt else self._template.text_to_continue
+        try:
+            return write(chat_history)
+        except InputError as error:  # some templates know no system message; the harness leaves it out, too
+            without = [message for message in chat_history if message["role"] != "system"]
+            if len(without) == len(chat_history):
+                raise
+            self._warn(f"{error}: system messages are left out")
+            return write(without)
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        template = find_template(self._tokenizer)
+        if template is None:
+            raise InputError("this model has no chat template: leave out --apply_chat_template")
+        return template
 
     def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """log p(continuation | context), and whether greedy decoding would give it; (0, True) if it is empty."""
@@ -186,7 +214,7 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _prompt(self, context: str, room: int) -> list[int]:
-        return prompt_ids(self._tokenizer, self._tokenizer.encode(context))[-room:]
+        return (self.tok_encode(context) or [self.prefix_token_id])[-room:]
 
     def _generate(
         self, prompts: Sequence[list[int]], limit: int, stops: Sequence[str], sampling: Sampling

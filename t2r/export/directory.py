@@ -14,8 +14,9 @@ from t2r.export import readme
 from t2r.export.functions import PLATFORMS, Function, Sizes, longest, lower
 from t2r.extras import require
 from t2r.files import atomic_directory, check_free
+from t2r.importers import by_name
 from t2r.model.parameters import arrays_of, parameter_count
-from t2r.store import model_dir, tensors
+from t2r.store import tensors
 from t2r.store.model_dir import LoadedModel
 
 FORMAT = "t2r-export/1"
@@ -29,7 +30,7 @@ def export_model(
     require("flatbuffers", "export")  # which jax.export writes with
     output, sizes = Path(output), Sizes(batch, capacity)
     check_free(output)
-    loaded = model_dir.load(name, dtype=dtype)
+    loaded = by_name.load(name, dtype=dtype)
     entry = {"action": "export", "source": name, "dtype": dtype, **sizes._asdict()}
     loaded = loaded._replace(provenance={"history": [*loaded.provenance["history"], entry]})
     about = save(output, loaded, sizes)

@@ -17,9 +17,10 @@ from t2r.export import card
 from t2r.export.directory import EXAMPLES, around
 from t2r.extras import require
 from t2r.files import atomic_directory, check_free
+from t2r.importers import by_name
 from t2r.model.config import RUNTIME_FIELDS, ModelConfig
 from t2r.model.parameters import arrays_of, parameter_count
-from t2r.store import model_dir, tensors
+from t2r.store import tensors
 from t2r.store.model_dir import LoadedModel
 
 CODE = Path(__file__).parent / "torch_model"
@@ -30,8 +31,8 @@ def export_model(name: str, output: str | Path, *, dtype: str = "float32") -> di
     """Exports a model directory to Hugging Face's form, its weights as `dtype`; returns a summary."""
     output = Path(output)
     check_free(output)
-    loaded = model_dir.load(name)
-    save(output, loaded, dtype=dtype, report=card.find_report(model_dir.resolve(name)))
+    loaded = by_name.load(name)
+    save(output, loaded, dtype=dtype, report=card.find_report(by_name.directory(name)))
     files = sorted(file for file in output.rglob("*") if file.is_file())
     return {
         "output": str(output),

@@ -14,7 +14,7 @@ NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 FILES = [
     "config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "model-*.safetensors",
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-    "source.spm", "target.spm", "target_vocab.json", "sentencepiece.bpe.model",
+    "chat_template.jinja", "source.spm", "target.spm", "target_vocab.json", "sentencepiece.bpe.model",
 ]  # fmt: skip
 INSTEAD = "or download the model elsewhere and give its directory"
 
@@ -31,8 +31,28 @@ def is_name(source: str | Path) -> bool:
     return NAME.fullmatch(str(source)) is not None and not Path(source).exists()
 
 
+def find_commit(name: str) -> tuple[str, str]:
+    """The repository and the commit that a name means now; without a network, what it meant for the hub's cache."""
+    repository, revision = NAME.fullmatch(name).groups()
+    is_commit = re.fullmatch(r"[0-9a-f]{40}", revision or "") is not None
+    return repository, revision if is_commit else _snapshot(name, ["config.json"]).name
+
+
 def download(name: str) -> Downloaded:
-    """The model of this name, from the cache or from the hub; HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, ... hold as usual."""
+    """The model of this name, from the cache or from the hub."""
+    say(f"{name} from the Hugging Face hub, or its cache")
+    folder = _snapshot(name, FILES)
+    if not any(folder.glob("model*.safetensors")):
+        raise InputError(
+            f"{name} on the Hugging Face hub has no model.safetensors, and weights in other formats, such as pickles, "
+            "are not read: save it as safetensors elsewhere, and give its directory (if it has, a download was broken "
+            "off: connect, and try again)"
+        )
+    return Downloaded(folder, folder.name)
+
+
+def _snapshot(name: str, files: list[str]) -> Path:
+    """The folder of the hub's cache with these files of a model. HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, ... hold."""
     repository, revision = NAME.fullmatch(name).groups()
     try:
         hub = require("huggingface_hub", "hub")
@@ -41,17 +61,10 @@ def download(name: str) -> Downloaded:
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # what a warning would say is in the error below
-    say(f"{name} from the Hugging Face hub, or its cache")
     try:
-        folder = Path(hub.snapshot_download(repository, revision=revision, allow_patterns=FILES, ignore_patterns="*/*"))
+        return Path(hub.snapshot_download(repository, revision=revision, allow_patterns=files, ignore_patterns="*/*"))
     except Exception as error:  # the library raises its own, those of its HTTP library, and those of the file system
         raise InputError(f"{name} is not on this machine, and {_reason(error, repository, revision)}") from None
-    if not any(folder.glob("model*.safetensors")):
-        raise InputError(
-            f"{repository} on the Hugging Face hub has no model.safetensors, and weights in other formats, such as "
-            "pickles, are not read: save it as safetensors elsewhere, and give its directory"
-        )
-    return Downloaded(folder, folder.name)
 
 
 def _reason(error: Exception, repository: str, revision: str | None) -> str:

@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from t2r.data.chat_template import ChatTemplate, Message, find_template
 from t2r.data.tokenizer import stop_ids
 from t2r.decode.sampling import Sampling
 from t2r.decode.text import check_language_model
 from t2r.errors import InputError
+from t2r.importers import by_name
 from t2r.serve.problem import Problem
 from t2r.serve.scheduler import Request, Scheduler
 from t2r.serve.served import capacity_of
 from t2r.serve.slots import Slots
-from t2r.serve.template import ChatTemplate, Message, find_template
 from t2r.serve.text import AnswerText
-from t2r.store import model_dir
 
 
 class Conversation:
@@ -33,9 +33,9 @@ class Conversation:
         system: str | None = None,
         dtype: str = "float32",
     ):
-        loaded = model_dir.load(model, dtype=dtype)
+        loaded = by_name.load(model, dtype=dtype)
         check_language_model(loaded)
-        self._template = _required(find_template(loaded, template), model)
+        self._template = _required(find_template(loaded.tokenizer, template), model)
         self._tokenizer, self._stops = loaded.tokenizer, stop_ids(loaded.tokenizer)
         self._sampling, self._system, self._events = sampling, system, queue.Queue()
         slots = Slots(loaded.model, 1, capacity_of(loaded.model.config, 0))

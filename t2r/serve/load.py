@@ -1,6 +1,8 @@
 """Load for a server: many streams at once, each compared with the same request alone."""
 
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -20,6 +22,7 @@ from urllib.parse import urlsplit
 from t2r.console import Progress, say, table
 from t2r.errors import InputError
 
+CONNECTING = 128  # connections that are opened at a time: a server's kernel refuses thousands at once
 SUBJECTS = (
     "Return a new",
     "The list of",
@@ -54,6 +57,7 @@ class Result:
     text: str
     tokens: int
     first: float  # seconds to the first text
+    gaps: list[float]  # seconds between its parts: one token each, or several if the machine is overloaded
     seconds: float
     finish: str
 
@@ -77,25 +81,30 @@ class Connection:
     def __init__(self, host: str, port: int):
         self._host, self._port, self._writer = host, port, None
 
+    async def open(self) -> None:
+        """Connects, unless it is connected."""
+        if self._writer is None or self._writer.is_closing():
+            self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
+
     async def stream(self, body: dict[str, Any]) -> Result:
         """Asks for a completion in parts, and waits for its end."""
-        began, first, texts, finish, tokens = time.monotonic(), None, [], "", 0
+        began, times, texts, finish, tokens = time.monotonic(), [], [], "", 0
         async for part in self._events(body):
             if "error" in part:
                 raise Failed(part["error"]["message"])
             for choice in part["choices"]:
-                first = first or time.monotonic() - began
+                times.append(time.monotonic())
                 texts.append(choice["text"])
                 finish = choice["finish_reason"] or finish
             tokens = (part.get("usage") or {}).get("completion_tokens", tokens)
         if not finish:
             raise Failed("the stream ended before the answer")
-        return Result("".join(texts), tokens, first, time.monotonic() - began, finish)
+        gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+        return Result("".join(texts), tokens, times[0] - began, gaps, time.monotonic() - began, finish)
 
     async def _events(self, body: dict[str, Any]):
         content = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
-        if self._writer is None or self._writer.is_closing():
-            self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
+        await self.open()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Length: {len(content)}\r\n\r\n"
         self._writer.write(head.encode() + content)
         status = int((await self._reader.readuntil(b"\r\n")).split()[1])
@@ -119,14 +128,26 @@ class Connection:
             self._writer.close()
 
 
-async def run_streams(address: tuple[str, int], bodies: list[dict[str, Any]], streams: int) -> list[Result | str]:
-    """The answers to all requests, `streams` at a time; a string says why there is none."""
+async def run_streams(
+    address: tuple[str, int], bodies: list[dict[str, Any]], streams: int, ramp_up: float = 0
+) -> list[Result | str]:
+    """The answers to all requests, `streams` at a time; a string says why there is none.
+
+    All streams connect, a few at a time, before the first request; they begin evenly within `ramp_up` seconds.
+    """
     results: list[Result | str] = [""] * len(bodies)
     numbers = iter(range(len(bodies)))
+    streams = min(streams, len(bodies))
+    connecting, connected = asyncio.Semaphore(CONNECTING), asyncio.Barrier(streams)
     with Progress(f"{streams} streams", len(bodies)) as progress:
 
-        async def one_after_the_other() -> None:
+        async def one_after_the_other(place: int) -> None:
             connection = Connection(*address)
+            async with connecting:
+                with contextlib.suppress(OSError):  # its first request says so
+                    await connection.open()
+            await connected.wait()
+            await asyncio.sleep(ramp_up * place / streams)
             for number in numbers:
                 try:
                     results[number] = await connection.stream(bodies[number])
@@ -137,7 +158,7 @@ async def run_streams(address: tuple[str, int], bodies: list[dict[str, Any]], st
                 progress.advance()
             connection.close()
 
-        await asyncio.gather(*(one_after_the_other() for _ in range(min(streams, len(bodies)))))
+        await asyncio.gather(*map(one_after_the_other, range(streams)))
     return results
 
 
@@ -150,6 +171,7 @@ def measure(
     length: int,
     words: int,
     check: bool,
+    ramp_up: float = 0,
     process: int | None = None,
 ) -> dict[str, Any]:
     """Speed and latency of one model under load, and how many answers differ from the same request alone."""
@@ -161,7 +183,7 @@ def measure(
     asyncio.run(run_streams(address, bodies[:streams], streams))  # compiles, and leaves arrays of the size needed
     before = resident(process)
     began = time.monotonic()
-    results = asyncio.run(run_streams(address, bodies, streams))
+    results = asyncio.run(run_streams(address, bodies, streams, ramp_up))
     seconds = time.monotonic() - began
     done = [result for result in results if isinstance(result, Result)]
     lost = [result for result in results if isinstance(result, str)]
@@ -171,7 +193,7 @@ def measure(
     if alone is not None:
         texts = [result.text if isinstance(result, Result) else None for result in alone]
         different = sum(isinstance(r, Result) and r.text != texts[i % streams] for i, r in enumerate(results))
-    tokens = sum(result.tokens for result in done)
+    tokens, gaps = sum(result.tokens for result in done), [gap for result in done for gap in result.gaps]
     return {
         "model": model,
         "streams": streams,
@@ -183,6 +205,8 @@ def measure(
         "tokens_per_second": round(tokens / seconds, 1),
         "first_token_50": percentile([r.first for r in done], 50),
         "first_token_99": percentile([r.first for r in done], 99),
+        "between_tokens_50": percentile(gaps, 50),
+        "between_tokens_99": percentile(gaps, 99),
         "latency_50": percentile([r.seconds for r in done], 50),
         "latency_99": percentile([r.seconds for r in done], 99),
         "server_mib_before": before,
@@ -240,15 +264,22 @@ def models_of(url: str) -> list[str]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """The table for people."""
-    headers = ["model", "tokens/s", "first token 50%", "99%", "answer 50%", "99%", "lost", "different"]
-    names = ("tokens_per_second", "first_token_50", "first_token_99", "latency_50", "latency_99", "lost", "different")
+    timed = {"first_token": "first token", "between_tokens": "between tokens", "latency": "answer"}
+    shares = [header for title in timed.values() for header in (f"{title} 50%", "99%")]
+    headers = ["model", "tokens/s", *shares, "lost", "different"]
+    names = ["tokens_per_second", *(f"{name}_{share}" for name in timed for share in (50, 99)), "lost", "different"]
     shown = lambda value: "" if value is None else value  # noqa: E731
     print(table(headers, [[row["model"], *(shown(row[name]) for name in names)] for row in rows]))
 
 
 def allow_connections(streams: int) -> None:
-    """Raises the limit on open files; refuses more streams than the machine allows."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY and streams + 64 > most:
-        raise InputError(f"--streams={streams}: this process may open {most} files (ulimit -n): use fewer")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    """Raises the limit on open files, which the server inherits; refuses more streams than the machine allows."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = streams + 64
+    if most != resource.RLIM_INFINITY and needed > most:
+        raise InputError(
+            f"--streams={streams} needs {needed} open files, and this process may have {most}: use fewer streams, or "
+            f"raise the limit, as an administrator: ulimit -Hn {needed}"
+        )
+    if now != resource.RLIM_INFINITY and now < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed if most == resource.RLIM_INFINITY else most, most))

@@ -6,13 +6,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from t2r.data.chat_template import content_text
 from t2r.data.tokenizer import prompt_ids
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError
 from t2r.serve.problem import Problem
 from t2r.serve.scheduler import Request, TokenLogProbs
 from t2r.serve.slots import ALTERNATIVES
-from t2r.serve.template import content_text
 
 MOST_CHOICES = 128  # of one request, all prompts together
 MOST_STOPS = 4

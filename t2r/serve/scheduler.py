@@ -109,7 +109,7 @@ class Scheduler:
         self._cancelled: list[tuple[Request, int | None]] = []
         self._unfinished = 0  # choices that wait or run
         self._closing: float | None = None  # when what still runs is given up
-        self._ended = False  # by a failure after which it could not begin again
+        self._ended = False  # the thread, be it by a failure after which it could not begin again
         # Of the scheduler's thread only.
         self._waiting = collections.deque[_Sequence]()
         self._in_slots: dict[int, _Sequence] = {}
@@ -127,10 +127,10 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Begins a request as soon as there is a slot; raises a Problem if the queue is full."""
         with self._changed:
-            if self._ended:
-                raise Problem(500, f"the worker has ended ({self.failure}): start the server again")
             if self._closing is not None:
                 raise Problem(503, "the server is shutting down: send the request to another one")
+            if self._ended:
+                raise Problem(503, f"the worker has ended ({self.failure}): start the server again")
             if self._unfinished + request.choices > self.slots.count + self._queue:
                 raise Problem(
                     429,
@@ -170,19 +170,22 @@ class Scheduler:
     # In the scheduler's thread.
 
     def _run(self) -> None:
-        while True:
-            try:
-                while self._turn():
-                    pass
-                return
-            except BaseException as error:  # whatever it is, those who wait must hear of it
-                self._tell_all(error)
-            try:
+        try:
+            while failure := self._work():
                 self.prefixes.clear()
                 self.slots.clear()
-            except Exception as error:  # there is not even memory to begin again
-                self._ended = True
-                return self._tell_all(error)
+                self._tell_all(failure, "begins again: send the request again")
+        except BaseException as error:  # there is not even memory to begin again
+            self._ended = True  # before those who wait are told, so that nobody joins them afterwards
+            self._tell_all(_in_words(error), "has ended: start the server again")
+
+    def _work(self) -> str | None:
+        """Turns until the scheduler is closed; a failure ends them, and is returned (as text: errors hold arrays)."""
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # whatever it is, those who wait must hear of it
+            return _in_words(error)
 
     def _turn(self) -> bool:
         """One turn; False when the scheduler is closed and nothing is left to do."""
@@ -367,18 +370,22 @@ class Scheduler:
         if events:
             self._deliver(events)
 
-    def _tell_all(self, error: BaseException) -> None:
-        """Ends all sequences with the error that has stopped the work."""
-        self.failure = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    def _tell_all(self, failure: str, now: str) -> None:
+        """Ends all sequences: what has stopped the work, and what the worker does now."""
+        self.failure = failure
         self.counters.failures += 1
         with self._changed:
             submitted, self._submitted = self._submitted, []
         self._waiting.extend(submitted)
         self._events, self._last_step = [], None
-        self._fail(Problem(500, f"the worker failed ({self.failure}) and begins again: send the request again"))
+        self._fail(Problem(500, f"the worker failed ({self.failure}) and {now}"))
         with self._changed:
             self._unfinished = len(self._submitted)  # it may have failed between two counts
         self._send()
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _of_slot(extra: LogProbs, slot: int) -> TokenLogProbs:

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from t2r.console import say
+from t2r.data.chat_template import ChatTemplate, find_template
 from t2r.data.tokenizer import Tokenizer, stop_ids
 from t2r.decode.text import check_language_model
 from t2r.errors import InputError
 from t2r.files import make_folder
+from t2r.importers import by_name
+from t2r.model.rows import for_decoding
 from t2r.serve.prefixes import load_prefixes, save_prefixes
 from t2r.serve.protocol import Asked, Choice, Writer, usage_of
 from t2r.serve.scheduler import Event, Request, Scheduler
 from t2r.serve.slots import Slots
-from t2r.serve.template import ChatTemplate, find_template
 from t2r.serve.text import AnswerText
-from t2r.store import model_dir
 
 CACHE_CAPACITY = 2048  # tokens of a sequence, by default, in models whose state grows with it
 STATE_CAPACITY = 131_072  # by default, in models whose state does not grow
@@ -58,15 +59,26 @@ class Inbox:
 class ServedModel:
     """A model with a name, its scheduler, and what its answers need."""
 
-    def __init__(self, path: str, name: str, limits: Limits, *, template: str | None = None, dtype: str = "float32"):
-        """`template` is a file with a chat template, for a model that has none."""
-        loaded = model_dir.load(path, dtype=dtype)
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        limits: Limits,
+        *,
+        template: str | None = None,
+        dtype: str = "float32",
+        weights: str = "float32",
+    ):
+        """`template` is a file with a chat template, for a model that has none; `weights` the type of the matrices."""
+        loaded = by_name.load(path, dtype=dtype)
         check_language_model(loaded)
+        if weights == "int8":
+            loaded = loaded._replace(model=for_decoding(loaded.model, "int8"))
         self.name, self.path, self.limits = name, path, limits
         self.provenance = loaded.provenance
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.vocabulary = loaded.model.config.vocab_size
-        self.template: ChatTemplate | None = find_template(loaded, template)
+        self.template: ChatTemplate | None = find_template(loaded.tokenizer, template)
         softmax = [spec.kind == "softmax" for spec in loaded.model.config.attention]
         self.kind = "transformer" if all(softmax) else "hybrid" if any(softmax) else "RNN"
         self.capacity = capacity_of(loaded.model.config, limits.capacity)

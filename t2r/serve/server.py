@@ -27,6 +27,7 @@ def serve(
     limits: Limits = Limits(),
     template: str | None = None,
     dtype: str = "float32",
+    weights: str = "float32",
     body_kib: int = 1024,
     grace: float = 10.0,
 ) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def serve(
 
     listening = _listen(host, port)
     with contextlib.closing(listening):
-        options = dict(template=template, dtype=dtype)
+        options = dict(template=template, dtype=dtype, weights=weights)
         models = [ServedModel(model, _names([model])[0], limits, **options)]
         other = source_of(models[0]) if transformer is None else transformer if transformer != "none" else None
         if other:

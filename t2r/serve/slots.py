@@ -80,6 +80,7 @@ class Slots:
 
     def clear(self) -> None:
         """All slots are empty, in new arrays."""
+        self._sequences = self._empty = None  # the old ones may fill the memory
         self._size, self._too_large = self._size_for(1, 1), 0
         slots, space = self._size
         zeros = lambda dtype, *shape: jnp.zeros((slots, *shape), dtype)  # noqa: E731

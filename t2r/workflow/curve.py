@@ -11,10 +11,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator
 
 from t2r.errors import raise_all
 from t2r.files import read_json
+from t2r.importers import by_name
 from t2r.model.config import ModelConfig
 from t2r.model.state_size import sequence_bytes
 from t2r.plots import RNN, SOFTMAX, styled, value_axis
-from t2r.store import model_dir
 
 NOT_CONVERTED = ("transformer", "control")  # names of models that are drawn in the other colour, without a line
 BETTER = {"perplexity": "lower", "recall": "lower", "bleu": "higher"}  # by the first word of a measure
@@ -119,5 +119,5 @@ def _complete(one: dict[str, Any], length: int | None, dtype: str) -> dict[str, 
     scores = {name: value for name, value in one.items() if name != "model"}
     if "state_bytes" in one:
         return scores
-    config = model_dir.load_config(model_dir.resolve(one["model"]), dtype=dtype)
+    config = by_name.load_config(one["model"], dtype=dtype)
     return {**scores, "state_bytes": sequence_bytes(config, length)}

@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 
 from conftest import PROSE, make_model, micro
-from t2r.data.tokenizer import SentencePiece, prompt_ids, stop_ids
+from t2r.data.chat_template import ChatTemplate
+from t2r.data.tokenizer import Hub, SentencePiece, prompt_ids, stop_ids
 from t2r.decode.generate import generate_tokens, prefill
 from t2r.errors import InputError
 from t2r.export import hugging_face
 from t2r.model.config import AttentionSpec
 from t2r.store import model_dir
 from t2r.store.model_dir import LoadedModel
+from tests.serve.servers import chat_tokenizer
 
 pytest.importorskip("lm_eval")
 
@@ -149,8 +151,11 @@ def test_wrong_arguments_are_one_clear_error(saved, saved_translator, tmp_path):
         options_of({"num_beams": 2})
     with pytest.raises(InputError, match="more than max_length=60"):
         model.loglikelihood(of_kind("", ("a", " boat" * 90)))
-    with pytest.raises(InputError, match="no chat template"):
-        model.apply_chat_template([])
+    for call in (lambda: model.apply_chat_template([]), lambda: model.chat_template(True)):
+        with pytest.raises(InputError, match="no chat template: leave out --apply_chat_template"):
+            call()
+    with pytest.raises(InputError, match="--apply_chat_template=tool_use: leave out the name"):
+        model.chat_template("tool_use")
 
 
 TASK = """task: {name}
@@ -177,42 +182,143 @@ metric_list: [{metric: exact_match}]""",
 }
 
 
+def evaluated(folder: Path, model: str, arguments: str, *flags: str) -> tuple[dict[str, dict], dict[str, list]]:
+    """What `t2r lm_eval` finds on the tasks in a folder: scores by task and measure, prompts and answers by task."""
+    out = folder / f"results_{model}{len(list(folder.glob('results_*')))}"
+    tasks = ",".join(f"local_{name}" for name in TASKS)
+    command = [sys.executable, "-m", "t2r", "lm_eval", "--model", model, "--model_args", arguments, "--tasks", tasks]
+    command += ["--include_path", f"{folder}/tasks", "--batch_size", "3", "--device", "cpu", "--output_path", out]
+    command += ["--log_samples"]
+    environment = {"HF_HOME": f"{folder}/home", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    run = subprocess.run([*command, *flags], env={**os.environ, **environment}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    (file,) = out.rglob("results_*.json")
+    results = json.loads(file.read_text())["results"]
+    scores = {
+        task: {measure: score for measure, score in found.items() if isinstance(score, float)}
+        for task, found in results.items()
+    }
+    return scores, {task: _samples(out, task) for task in results}
+
+
+def _samples(folder: Path, task: str) -> list[tuple]:
+    """Of each document: what the model was given, and what it answered (numbers are written as text)."""
+    (file,) = folder.rglob(f"samples_{task}_*.jsonl")
+    documents = sorted(map(json.loads, file.read_text().splitlines()), key=lambda document: document["doc_id"])
+    answers = lambda document: [part for answer in document["resps"] for part in answer]  # noqa: E731
+    return [(document["arguments"], answers(document)) for document in documents]
+
+
+def write_tasks(folder: Path) -> None:
+    """Tasks of local files."""
+    (folder / "tasks").mkdir()
+    for name, rest in TASKS.items():
+        (folder / "tasks" / f"{name}.yaml").write_text(TASK.format(name=f"local_{name}", folder=folder, rest=rest))
+    documents = [
+        dict(question=line[: 9 * i + 3], choices=[line[9 * i + 3 :][:12], " a lamp", " why"], text=line * (i + 1))
+        for i, line in enumerate(PROSE.splitlines()[::60])
+    ]
+    (folder / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+
+
 @pytest.mark.slow
 def test_the_command_gives_what_the_harness_finds_of_the_exported_model(saved, tmp_path):
-    """On tasks of local files: the scores of `--model t2r`, and of `--model hf` with the exported directory."""
+    """The scores of `--model t2r`, and of `--model hf` with the exported directory."""
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers")
     path, content = saved
     hugging_face.save(tmp_path / "exported", content)
-    (tmp_path / "tasks").mkdir()
-    for name, rest in TASKS.items():
-        text = TASK.format(name=f"local_{name}", folder=tmp_path, rest=rest)
-        (tmp_path / "tasks" / f"{name}.yaml").write_text(text)
-    lines = PROSE.splitlines()
-    documents = [
-        dict(question=line[: 9 * i + 3], choices=[line[9 * i + 3 :][:12], " a lamp", " why"], text=line * (i + 1))
-        for i, line in enumerate(lines[::60])
-    ]
-    (tmp_path / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
-    tasks = ",".join(f"local_{name}" for name in TASKS)
-    results = {}
-    for name, arguments in (
-        ("t2r", f"model={path}"),
-        ("hf", f"pretrained={tmp_path}/exported,trust_remote_code=True,dtype=float32"),
-    ):
-        out = tmp_path / f"results_{name}"
-        command = [sys.executable, "-m", "t2r", "lm_eval", "--model", name, "--model_args", arguments, "--tasks", tasks]
-        command += ["--include_path", f"{tmp_path}/tasks", "--batch_size", "3", "--device", "cpu", "--output_path", out]
-        environment = {
-            "HF_HOME": f"{tmp_path}/home",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-        }
-        run = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr[-3000:]
-        (file,) = out.rglob("results_*.json")
-        results[name] = json.loads(file.read_text())["results"]
-    for task, scores in results["t2r"].items():
-        measured = {measure: score for measure, score in scores.items() if isinstance(score, float)}
-        theirs = {measure: results["hf"][task][measure] for measure in measured}
-        assert measured == pytest.approx(theirs, rel=1e-3)
+    write_tasks(tmp_path)
+    ours = evaluated(tmp_path, "t2r", f"model={path}")
+    assert_equal(ours, evaluated(tmp_path, "hf", f"pretrained={tmp_path}/exported,{OPTIONS}"))
+
+
+OPTIONS = "trust_remote_code=True,dtype=float32"
+
+
+def assert_equal(ours: tuple[dict, dict], theirs: tuple[dict, dict]) -> None:
+    assert ours[0].keys() == theirs[0].keys() == {f"local_{name}" for name in TASKS}
+    for task, found in ours[0].items():
+        assert found and found == pytest.approx(theirs[0][task], rel=1e-3)
+        for (given, answers), (their_given, their_answers) in zip(ours[1][task], theirs[1][task], strict=True):
+            assert given == their_given
+            for answer, their_answer in zip(answers, their_answers, strict=True):
+                assert _close(answer, their_answer), (task, answer, their_answer)
+
+
+def _close(ours: str | list, theirs: str | list) -> bool:
+    """Whether two answers are the same text, or the same log-probability but for rounding."""
+    ours, theirs = (answer[0] if isinstance(answer, list) else answer for answer in (ours, theirs))
+    return ours == theirs or float(ours) == pytest.approx(float(theirs), rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """A model with a chat template that writes the token which begins every text."""
+    from tokenizers import processors
+
+    plain = chat_tokenizer()
+    tokens = plain._tokens
+    tokens.add_special_tokens(["<s>"])
+    begin = tokens.token_to_id("<s>")
+    tokens.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    tokenizer = Hub(tokens.to_str(), begin, plain.stop, chat_template="{{ bos_token }}" + plain.chat_template)
+    config = micro(vocab_size=tokens.get_vocab_size(), adaptive_cutoffs=(), attention=(MERGED, SOFTMAX))
+    content = LoadedModel(make_model(config), tokenizer, {"history": []})
+    path = tmp_path_factory.mktemp("chat") / "model"
+    model_dir.save(path, content)
+    return path, content
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be short."}, {"role": "user", "content": "The lazy fox"},
+    {"role": "assistant", "content": " counts"},
+]  # fmt: skip
+
+
+def test_a_conversation_is_what_its_template_writes(chat_model):
+    """The token that begins a text is there once; a message that is continued has no end."""
+    path, content = chat_model
+    model = harness_model(path)
+    text = model.apply_chat_template(CONVERSATION[:2])
+    assert text == ChatTemplate(content.tokenizer.chat_template, content.tokenizer).text(CONVERSATION[:2])
+    assert text.startswith("<s>") and text.endswith("<|im_start|>assistant\n")
+    continued = model.apply_chat_template(CONVERSATION, add_generation_prompt=False)
+    assert continued == text + " counts"
+    begin = content.tokenizer.end
+    assert model.tok_encode(text).count(begin) == 1 == model.tok_encode("The lamp").count(begin)
+    assert model._prompt(text, 100) == model.tok_encode(text)
+    assert model.chat_template(True) == content.tokenizer.chat_template
+
+
+def test_a_template_without_system_messages_gets_none(chat_model, tmp_path, capsys):
+    """As in the harness's own models; it is said once. Names tell templates apart."""
+    path, content = chat_model
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    old = content.tokenizer
+    new = Hub(old.content, old.end, old.stop, chat_template=refusing + old.chat_template)
+    model_dir.save(tmp_path / "model", content._replace(tokenizer=new))
+    model = harness_model(tmp_path / "model")
+    for _ in range(2):
+        assert model.apply_chat_template(CONVERSATION[:2]) == model.apply_chat_template(CONVERSATION[1:2])
+    assert capsys.readouterr().err.count("no system role: system messages are left out") == 1
+    assert model.tokenizer_name != harness_model(path).tokenizer_name
+
+
+@pytest.mark.slow
+def test_conversations_get_what_the_harness_finds_of_the_exported_model(chat_model, tmp_path):
+    """With examples as turns, a system message, and a beginning of the answer."""
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    path, content = chat_model
+    hugging_face.save(tmp_path / "exported", content)
+    write_tasks(tmp_path)
+    prefixed = (tmp_path / "tasks" / "writing.yaml").read_text() + "gen_prefix: 'So'\n"
+    (tmp_path / "tasks" / "writing.yaml").write_text(prefixed)
+    arguments = ["--apply_chat_template", "--fewshot_as_multiturn", "true", "--num_fewshot", "2"]
+    arguments += ["--system_instruction", "Be short."]
+    ours = evaluated(tmp_path, "t2r", f"model={path}", *arguments)
+    prompt = ours[1]["local_writing"][0][0]["gen_args_0"]["arg_0"]
+    assert prompt.startswith("<s><|im_start|>system\nBe short.") and prompt.endswith("<|im_start|>assistant\nSo")
+    assert prompt.count("<|im_start|>user") == 3
+    assert_equal(ours, evaluated(tmp_path, "hf", f"pretrained={tmp_path}/exported,{OPTIONS}", *arguments))

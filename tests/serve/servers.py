@@ -7,6 +7,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 from t2r.data.tokenizer import Hub
@@ -71,9 +72,10 @@ class Running:
 
 
 @contextlib.contextmanager
-def server(*arguments: str):
-    """A running `t2r serve`."""
-    command = [sys.executable, "-m", "t2r", "serve", "--port=0", *arguments]
+def server(*arguments: str, program: Sequence[str] = ()):
+    """A running `t2r serve`, or a program (Python, and arguments of its own) that calls it with these arguments."""
+    program = ["-c", *program] if program else ["-m", "t2r", "serve", "--port=0"]
+    command = [sys.executable, *program, *arguments]
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen(command, env=environment(), cwd=ROOT, **streams)
     try:

@@ -9,10 +9,10 @@ import threading
 import pytest
 
 import t2r
+from t2r.data.chat_template import find_template
 from t2r.decode.generate import generate_tokens, prefill
 from t2r.errors import InputError
 from t2r.serve.conversation import Conversation
-from t2r.serve.template import find_template
 from tests.serve.servers import TEMPLATE, save_pair
 from tests.training.runs import ROOT, environment
 
@@ -73,9 +73,11 @@ def test_a_template_is_kept_by_conversions(rnn, tmp_path):
     t2r.save(t2r.load(rnn), tmp_path / "copy")
     assert (tmp_path / "copy" / "chat_template.jinja").read_text() == TEMPLATE
     expected = "<|im_start|>user\nCount.<|im_end|>\n<|im_start|>assistant\n"
-    assert find_template(t2r.load(tmp_path / "copy")).text([{"role": "user", "content": "Count."}]) == expected
+    assert (
+        find_template(t2r.load(tmp_path / "copy").tokenizer).text([{"role": "user", "content": "Count."}]) == expected
+    )
     (tmp_path / "copy" / "chat_template.jinja").unlink()
-    assert find_template(t2r.load(tmp_path / "copy")) is None
+    assert find_template(t2r.load(tmp_path / "copy").tokenizer) is None
 
 
 def test_a_model_without_a_template_is_refused(call, tmp_path):
@@ -101,4 +103,4 @@ def test_a_model_without_a_template_is_refused(call, tmp_path):
 def test_a_bad_template_is_one_error(template, message, rnn, tmp_path):
     (tmp_path / "template").write_text(template)
     with pytest.raises(InputError, match=message):
-        find_template(t2r.load(rnn), str(tmp_path / "template")).text([{"role": "user", "content": "x"}])
+        find_template(t2r.load(rnn).tokenizer, str(tmp_path / "template")).text([{"role": "user", "content": "x"}])

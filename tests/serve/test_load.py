@@ -1,11 +1,15 @@
 """The server under load: nothing is lost or mixed up, and its memory does not grow."""
 
 import asyncio
+import json
+import subprocess
+import sys
 
 import pytest
 
 from t2r.serve.load import Result, prompt, resident, run_streams
 from tests.serve.servers import save_pair, server
+from tests.training.runs import ROOT, environment
 
 
 def test_prompts_differ():
@@ -44,3 +48,30 @@ def test_hundreds_of_requests_leave_nothing_behind(tmp_path):
         status = running.get("/health")[1]["models"]["rnn"]
         assert (status["running"], status["waiting"], status["failures"]) == (0, 0, 0)
         assert resident(running.process.pid) - before < 20, "MiB after 600 more requests"
+
+
+@pytest.mark.slow
+def test_more_streams_than_files_are_allowed_at_first(tmp_path):
+    """Three hundred clients under a soft limit of 128 files: the limit is raised. Both models are measured in turn."""
+    rnn, transformer = save_pair(tmp_path)
+    flags = [f"--model={rnn}", f"--transformer={transformer}", "--streams=300", "--length=6", "--words=2", "--nocheck"]
+    command = [sys.executable, "-m", "t2r", "benchmark", "serve", *flags, "--ramp_up=1", "--weights=int8"]
+    limited = lambda limit: subprocess.run(  # noqa: E731
+        ["bash", "-c", f'ulimit {limit} && exec "$@"', "bash", *command],
+        env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    done = limited("-Sn 128")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [row["model"] for row in rows] == ["rnn", "transformer"]
+    for row in rows:
+        assert (row["streams"], row["requests"], row["lost"]) == (300, 300, 0)
+        assert 0 < row["tokens"] <= 1800 and row["tokens_per_second"] > 0
+        assert 0 < row["first_token_50"] <= row["first_token_99"] <= row["latency_99"]
+        assert 0 < row["between_tokens_50"] <= row["between_tokens_99"] <= row["latency_99"]
+        assert row["seconds"] > 0.9, "they begin within a second"
+    done = limited("-n 128")
+    assert done.returncode == 2 and done.stderr == (
+        "error: --streams=300 needs 364 open files, and this process may have 128: use fewer streams, or raise the "
+        "limit, as an administrator: ulimit -Hn 364\n"
+    )

@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 import signal
 import socket
+import threading
 import time
 
 import openai
@@ -49,6 +50,21 @@ def test_completions_are_what_generate_writes(client, paths):
     seeds = dict(model="rnn", prompt="The old", max_tokens=8, temperature=1.0, seed=5, extra_body={"top_k": 20})
     sampled = t2r.generate(t2r.load(paths[0]), "The old", 8, temperature=1.0, top_k=20, seed=5)
     assert client.completions.create(**seeds).choices[0].text == sampled
+
+
+@pytest.mark.slow
+def test_weights_of_8_bits_give_what_generate_writes_with_them(paths):
+    """Also of the transformer beside it; requests of other sizes share a batch with it."""
+    flags = [f"--model={paths[0]}", f"--transformer={paths[1]}", "--slots=4", "--weights=int8"]
+    with server(*flags) as running, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for path in paths:
+            model = t2r.for_decoding(t2r.load(path), "int8")
+            prompts = ["The old clerk", "The", "The lamp", "Nobody asked why the"]
+            body = {"model": path.name, "max_tokens": 12, "temperature": 0}
+            answers = pool.map(running.post, [body | {"prompt": prompt} for prompt in prompts])
+            texts = [answer["choices"][0]["text"] for _, answer in answers]
+            assert texts == [t2r.generate(model, prompt, 12) for prompt in prompts]
+            assert t2r.generate(t2r.load(path), prompts, 12) != texts, "rounding makes a difference"
 
 
 def test_choices_echo_stop_and_log_probabilities(client, paths):
@@ -233,3 +249,97 @@ def test_the_transformer_is_found_by_provenance(paths, tmp_path):
         model_dir.save(tmp_path / name, converted)
     served = [ServedModel(str(tmp_path / name), name, Limits(slots=1)) for name in ("found", "gone")]
     assert [source_of(model) for model in served] == [str(paths[1]), None]
+
+
+# A server whose worker, the thread that decodes, SIGUSR1 kills: an exception is raised where it is, as by a step that
+# finds no memory. With the argument `for good` its arrays cannot be made again.
+KILLABLE = """
+import ctypes, signal, sys, threading
+from t2r.__main__ import main
+from t2r.serve.slots import Slots
+
+def kill(*_):
+    thread = next(thread for thread in threading.enumerate() if thread.name == "scheduler")
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(MemoryError))
+    if sys.argv[1] == "for good":
+        Slots.clear = lambda self: bytearray(2**62)
+
+signal.signal(signal.SIGUSR1, kill)
+sys.exit(main(["serve", "--port=0", "--slots=2", *sys.argv[2:]]))
+"""
+LONG = {"prompt": "The", "max_tokens": 100_000, "temperature": 0}
+
+
+def kill_worker(running) -> list:
+    """Kills the worker while two streams run, and one stream and one whole answer wait; how each of them ends."""
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    begun = threading.Barrier(3)
+
+    def ask(stream: bool, waits: bool):
+        try:
+            answer = client.completions.create(model="rnn", **LONG, stream=stream)
+            for number, _ in enumerate(answer if stream else ()):
+                if number == 0 and not waits:
+                    begun.wait(60)
+        except openai.APIError as error:
+            return error
+        return None
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask, True, False) for _ in range(2)]
+        begun.wait(60)
+        asked += [pool.submit(ask, stream, True) for stream in (True, False)]
+        while running.get("/health")[1]["models"]["rnn"]["waiting"] < 2:
+            time.sleep(0.05)
+        running.process.send_signal(signal.SIGUSR1)
+        return [future.result(timeout=60) for future in asked]
+
+
+@pytest.mark.slow
+def test_a_killed_worker_gives_every_client_one_error_and_begins_again(paths):
+    with server(f"--model={paths[0]}", program=[KILLABLE, "once"]) as running:
+        for failures in (1, 2):
+            errors = kill_worker(running)
+            assert len(errors) == 4
+            for error in errors:
+                assert "the worker failed (MemoryError) and begins again: send the request again" in str(error)
+            assert {error.code for error in errors} == {500} or {error.body["code"] for error in errors} == {500}
+            status, health = running.get("/health")
+            expected = {"running": 0, "waiting": 0, "failures": failures, "last_failure": "MemoryError"}
+            assert status == 200 and health["models"]["rnn"] == {"alive": True, **expected}
+            assert running.post({"prompt": "The", "max_tokens": 2})[0] == 200
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_begin_again_gives_503_and_the_server_ends_when_told(paths):
+    with server(f"--model={paths[0]}", program=[KILLABLE, "for good"]) as running:
+        ended = "the worker failed (MemoryError) and has ended: start the server again"
+        assert all(ended in str(error) for error in kill_worker(running))
+        for _ in range(3):
+            for body in (LONG, LONG | {"stream": True}):
+                status, answer = running.post(body)
+                message = answer["error"]["message"]
+                assert status == 503 and message.startswith("the worker has ended (") and "start the server" in message
+        status, health = running.get("/health")
+        assert status == 503 and health["status"] == "a worker has ended" and not health["models"]["rnn"]["alive"]
+        running.process.send_signal(signal.SIGTERM)
+        out, errors = running.process.communicate(timeout=30)
+        assert running.process.returncode == 0 and "Traceback" not in errors
+        assert json.loads(out.splitlines()[-1])["failures"] == 1
+
+
+@pytest.mark.slow
+def test_a_killed_server_is_an_error_of_its_clients_and_its_port_is_free(paths):
+    with server(f"--model={paths[0]}") as running:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        parts = client.completions.create(model="rnn", **LONG, stream=True)
+        next(iter(parts))
+        running.process.kill()
+        with pytest.raises(Exception) as raised:  # older clients let that of their HTTP library through
+            list(parts)
+        assert isinstance(raised.value, openai.APIError) or type(raised.value).__name__ == "RemoteProtocolError"
+        with pytest.raises(openai.APIConnectionError):
+            client.completions.create(model="rnn", **LONG)
+    with server(f"--model={paths[0]}", f"--port={running.url.rpartition(':')[2]}") as again:
+        assert again.url == running.url
+        assert client.completions.create(model="rnn", prompt="The", max_tokens=2).usage.completion_tokens == 2

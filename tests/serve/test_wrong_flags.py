@@ -45,7 +45,10 @@ LOAD = [
     (("--url=http://127.0.0.1:1",), "--url=http://127.0.0.1:1: no server with /v1/models answers there"),
     (("--url=nonsense",), "--url=nonsense: no server"),
     (("--model=builtin:tiny_lm", "--url=http://127.0.0.1:1"), "give --model, to start a server, or --url"),
-    (("--model=builtin:tiny_lm", "--streams=999999999"), "--streams=999999999: this process may open"),
+    (
+        ("--model=builtin:tiny_lm", "--streams=999999999"),
+        "--streams=999999999 needs 1000000063 open files",
+    ),
 ]
 CASES = [("serve", *case) for case in SERVE] + [("chat", *case) for case in CHAT]
 CASES += [(("benchmark", "serve"), *case) for case in LOAD]

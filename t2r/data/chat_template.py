@@ -5,11 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from t2r.data.tokenizer import Hub
+from t2r.data.tokenizer import Hub, Tokenizer
 from t2r.errors import InputError
 from t2r.extras import require
 from t2r.files import read_file
-from t2r.store.model_dir import LoadedModel
 
 MOST_CHARACTERS = 10_000_000  # of a rendered conversation: a template may repeat without end
 
@@ -20,7 +19,7 @@ class ChatTemplate:
     """Renders conversations; templates come with models from anywhere, so they run in Jinja's sandbox."""
 
     def __init__(self, source: str, tokenizer: Hub):
-        self._tokenizer = tokenizer
+        self.source, self._tokenizer = source, tokenizer
         self._tokens = {"bos_token": tokenizer.piece(tokenizer.end), "eos_token": tokenizer.piece(tokenizer.stop)}
         sandbox = require("jinja2.sandbox", "serve")
         environment = sandbox.ImmutableSandboxedEnvironment(
@@ -51,6 +50,13 @@ class ChatTemplate:
         except Exception as error:  # a template may do anything
             raise InputError(f"the chat template refuses these messages: {_short(error)}") from None
 
+    def text_to_continue(self, messages: list[Message]) -> str:
+        """The conversation up to the end of its last message, which the model continues."""
+        text, last = self.text(messages, answer_follows=False), messages[-1]["content"].strip()
+        if last not in text:
+            raise InputError("the chat template changes the last message: it cannot be continued")
+        return text[: text.rindex(last) + len(last)]
+
     def ids(self, messages: list[Message]) -> list[int]:
         """The conversation as tokens; the template writes special tokens, also the first one, itself."""
         return self._tokenizer.encode(self.text(messages)) or [self._tokenizer.end]
@@ -68,15 +74,15 @@ def _short(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def find_template(loaded: LoadedModel, given: str | None = None) -> ChatTemplate | None:
+def find_template(tokenizer: Tokenizer, given: str | None = None) -> ChatTemplate | None:
     """The template in the file `given`, or the one that the model was imported with; None if there is none."""
     if given:
         source = read_file(Path(given), "give a file with a Jinja template")
-        if not isinstance(loaded.tokenizer, Hub):
+        if not isinstance(tokenizer, Hub):
             raise InputError(f"--chat_template={given}: chat needs the tokenizer of a Hugging Face model")
     else:
-        source = getattr(loaded.tokenizer, "chat_template", None)
-    return None if source is None else ChatTemplate(source, loaded.tokenizer)
+        source = getattr(tokenizer, "chat_template", None)
+    return None if source is None else ChatTemplate(source, tokenizer)
 
 
 def content_text(content: Any) -> str | None:
