@@ -198,7 +198,7 @@ def test_many_streams_are_not_mixed_up(running, client):
     assert together == [alone[prompt] for prompt in prompts * 3]
     metrics = running.get("/metrics")[1]["text"]
     assert 't2r_running{model="rnn"} 0\n' in metrics and 't2r_slots{model="rnn"} 4\n' in metrics
-    assert "t2r_first_token_seconds_count" in metrics and 't2r_responses_total{status="429"}' in metrics
+    assert "t2r_first_token_seconds_count" in metrics and 't2r_responses_total{status="200"}' in metrics
 
 
 @pytest.mark.slow
