@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 from t2r import environment
 from t2r.benchmark.peers import versions
 from t2r.console import say, table
-from t2r.data.tokenizer import decoder_start_ids
 from t2r.decode import beam as beam_search
 from t2r.decode.beam import Beam
-from t2r.decode.translator import TranslateOptions, pad, read_lines, translate_lines
+from t2r.decode.translator import TranslateOptions, pad, read_lines, special_tokens, translate_lines
 from t2r.errors import InputError
 from t2r.evaluation.bleu import check_tokenizer, score_translations
 from t2r.files import make_folder, write_json
@@ -126,14 +125,10 @@ def _rows(path: str, weights: Sequence[str], beams: Sequence[int], batch: int) -
 def _lengths(path: str, lines: Sequence[str], batch: int) -> list[int]:
     """The number of tokens of the model's greedy translation of each line."""
     model, tokenizer, _ = by_name.load(path)
-    model, target = for_decoding(model), tokenizer.target
-    special = dict(start=decoder_start_ids(target), end=target.stop, padding=getattr(target, "padding", None))
-    lengths = []
-    for first in range(0, len(lines), batch):
-        sources = pad([tokenizer.encode_source(line) for line in lines[first : first + batch]], batch)
-        results = beam_search.translate(model, sources, beam=Beam(1), **special)
-        lengths += [len(hypotheses[0].tokens) if hypotheses else 0 for hypotheses in results]
-    return lengths[: len(lines)]
+    sources = [tokenizer.encode_source(line) for line in lines]
+    options = dict(beam=Beam(1), batch=batch, **special_tokens(tokenizer.target))
+    found = beam_search.translate(for_decoding(model), pad(sources, len(sources)), **options)
+    return [len(hypotheses[0].tokens) if hypotheses else 0 for hypotheses in found]
 
 
 def _peer_rows(path: Path, weights: Sequence[str], beams: Sequence[int], batch: int, notes: list[str]) -> list[Row]:

@@ -154,11 +154,11 @@ def _translate(
     rows = min(rows, len(sources))
     together = max(1, rows // 4)  # so many sentences start together
     waiting = [np.arange(first, min(first + together, len(sources))) for first in range(0, len(sources), together)]
-    # From the padded width, not the lengths: few programs are compiled.
-    capacity = max(default_limit(_cut(sources).shape[1]), *limits) + 1
+    width = _cut(sources).shape[1]
+    capacity = max(default_limit(width), *limits) + 1  # from the padded width, not the lengths: few programs
     check_memory(model, rows, capacity + len(special.prefix) - 1, beam)
     begin = lambda sources, limits: _begin(graph, arrays, sources, limits, capacity, special, beam)  # noqa: E731
-    shapes = jax.eval_shape(begin, jnp.zeros((rows, _cut(sources).shape[1]), jnp.int32), jnp.zeros(rows, jnp.int32))
+    shapes = jax.eval_shape(begin, jnp.zeros((rows, width), jnp.int32), jnp.zeros(rows, jnp.int32))
     search = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)._replace(done=jnp.ones(rows, bool))
     done, owner = np.ones(rows, bool), np.full(rows, -1)
     while waiting or not done.all():

@@ -79,10 +79,16 @@ def translate_lines(
     if not order:
         return results
     most = [default_limit(len(encoded[i])) if limits is None else limits[i] for i in order]
-    translate = _search if options.sampling is None else _sample
-    found = translate(model, tokenizer.target, [encoded[i] for i in order], most, options, on_batch)
-    for i, translations in zip(order, found):
-        results[i] = translations
+    sources = [encoded[i] for i in order]
+    if options.sampling is None:
+        sizes = dict(beam=options.beam, limits=most, batch=options.batch)
+        padded, special = pad(sources, len(sources)), special_tokens(tokenizer.target)
+        searched = beam_search.translate(model, padded, on_done=on_batch, **sizes, **special)
+        found = [[(h.tokens, h.score) for h in hypotheses] for hypotheses in searched]
+    else:
+        found = [[(ids, None)] for ids in _sample(model, tokenizer.target, sources, most, options, on_batch)]
+    for i, scored in zip(order, found):
+        results[i] = [Translation(_line(tokenizer.target, ids), score) for ids, score in scored]
     return results
 
 
@@ -108,21 +114,6 @@ def pad(sequences: list[list[int]], count: int) -> np.ndarray:
     return pad_sequences(sequences, count, padded_width(max(map(len, sequences))))
 
 
-def _search(
-    model: Seq2Seq,
-    tokenizer: Any,
-    sources: list[list[int]],
-    limits: list[int],
-    options: TranslateOptions,
-    on_batch: Callable[[int], None],
-) -> list[list[Translation]]:
-    """The translations of each source by beam search."""
-    special = dict(zip(("start", "end", "padding"), _special(tokenizer)))
-    sizes = dict(beam=options.beam, limits=limits, batch=options.batch)
-    found = beam_search.translate(model, pad(sources, len(sources)), on_done=on_batch, **sizes, **special)
-    return [[Translation(_line(tokenizer, h.tokens), h.score) for h in hypotheses] for hypotheses in found]
-
-
 def _sample(
     model: Seq2Seq,
     tokenizer: Any,
@@ -130,28 +121,29 @@ def _sample(
     limits: list[int],
     options: TranslateOptions,
     on_batch: Callable[[int], None],
-) -> list[list[Translation]]:
+) -> list[list[int]]:
     """One translation of each source, which is sampled; batches have equally many sources, or nearly."""
-    start, end, padding = _special(tokenizer)
+    start, end, padding = special_tokens(tokenizer).values()
     # As in beam search: no padding, and no stop token at once.
     never = tuple({start[0], padding} - {end, None})
     sampling = dataclasses.replace(options.sampling, never=never)
     first_sampling = dataclasses.replace(sampling, never=(*never, end))
     rows, results = batch_rows(len(sources), options.batch), []
-    for first in range(0, len(sources), rows):
-        some, longest = sources[first : first + rows], max(limits[first : first + rows])
-        seed = options.seed + first  # different in each batch
+    for done in range(0, len(sources), rows):
+        some, longest = sources[done : done + rows], max(limits[done : done + rows])
+        seed = options.seed + done  # different in each batch
         generation = prefill_translation(model, pad(some, rows), longest, start=start, seed=seed)
         generation, firsts = generate_tokens(model, generation, 1, end=end, sampling=first_sampling)
         _, rests = generate_tokens(model, generation, longest - 1, end=end, sampling=sampling)
         results += [[*first, *rest] for first, rest in zip(firsts, rests)][: len(some)]
         on_batch(len(some))
-    return [[Translation(_line(tokenizer, ids[:limit]))] for ids, limit in zip(results, limits)]
+    return [ids[:limit] for ids, limit in zip(results, limits)]
 
 
-def _special(tokenizer: Any) -> tuple[tuple[int, ...], int, int | None]:
-    """The start tokens, the stop token and the padding token, if there is one."""
-    return decoder_start_ids(tokenizer), tokenizer.stop, getattr(tokenizer, "padding", None)
+def special_tokens(tokenizer: Any) -> dict[str, Any]:
+    """What decoding must know of a target tokenizer: the start tokens, the stop token, the padding token or None."""
+    start = decoder_start_ids(tokenizer)
+    return {"start": start, "end": tokenizer.stop, "padding": getattr(tokenizer, "padding", None)}
 
 
 def batch_rows(lines: int, most: int) -> int:
