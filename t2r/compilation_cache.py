@@ -5,7 +5,7 @@ import os
 import platform
 from pathlib import Path
 
-from t2r.caches import user_cache
+from t2r.user_cache import user_cache
 
 LEAST_SECONDS = "2"  # programs that compile faster are not kept
 

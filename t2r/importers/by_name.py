@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import t2r
-from t2r.caches import user_cache
 from t2r.console import say
 from t2r.errors import InputError
 from t2r.files import one_at_a_time, recover
@@ -17,6 +16,7 @@ from t2r.importers import hub
 from t2r.model.config import ModelConfig
 from t2r.store import model_dir
 from t2r.store.model_dir import LoadedModel
+from t2r.user_cache import user_cache
 
 
 def load(name: str | Path, **runtime: Any) -> LoadedModel:
