@@ -222,7 +222,9 @@ class Study:
             result["trained_tokens"] = result["steps"] * config.data.batch * config.data.length
             flags.append(f"--window={config.data.length}")
         scores = self._command(row, "evaluate", *flags)
-        result |= _feature_sizes(model) | {name: scores[name] for name in self._columns if name in scores}
+        # Scores of translations have seconds, too: those of translating, not of training.
+        result |= {name: scores[name] for name in self._columns if name in scores and name not in result}
+        result |= _feature_sizes(model)
         result["parameters"] = sum(array.size for array in Tensors(model).values())
         return {**result, self._split: scores, "environment": _environment(model)}
 

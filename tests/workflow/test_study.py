@@ -224,6 +224,7 @@ def test_a_killed_study_continues_and_redoes_nothing(kind, config, pairs_config,
     rows = {row["row"]: row for row in written["rows"]}
     assert list(rows) == ["transformer", "t2r", "t2r_swapped"] and written["failed"] == {}
     assert (rows["t2r"]["steps"], rows["t2r_swapped"]["steps"]) == (40, 0) and rows["t2r"]["seconds"] > 0
+    assert rows["t2r_swapped"]["seconds"] == 0, "of training, not of translating"
     if kind == "text":
         assert rows["t2r"]["trained_tokens"] == 40 * 2 * 16 and rows["t2r"]["perplexity"] > 1
         assert [row["k"] for row in rows.values()] == [None, 32, 32]
