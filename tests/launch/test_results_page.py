@@ -31,6 +31,7 @@ def test_figures_and_verdicts_follow_the_files(results_page, tmp_path, monkeypat
     shutil.copytree(ROOT / "results", tmp_path / "results")
     monkeypatch.setattr(results_page, "RESULTS", tmp_path / "results")
     assert results_page.main(["--check"]) == 0
+    remove_studies(tmp_path / "results")
     path = tmp_path / "results" / "tiny_lm.json"
     content = json.loads(path.read_text())
     content["results"]["t2r_long"]["test"]["perplexity"] = 99.44
@@ -41,6 +42,12 @@ def test_figures_and_verdicts_follow_the_files(results_page, tmp_path, monkeypat
     assert "README.md differ" in capsys.readouterr().err
     assert results_page.main([]) == 0 and results_page.main(["--check"]) == 0
     assert results_page.main(["--chek"]) == 2
+
+
+def remove_studies(results: Path) -> None:
+    """What is left is read from the older and smaller tables."""
+    for name in ("enwik8", "tatoeba"):
+        shutil.rmtree(results / name)
 
 
 def write_study(results: Path, name: str, measure: str, scores: dict[str, list[float]]) -> None:
@@ -58,6 +65,7 @@ def write_study(results: Path, name: str, measure: str, scores: dict[str, list[f
 def test_claims_are_read_from_a_study_once_it_is_complete(results_page, tmp_path, monkeypatch):
     results = tmp_path / "results"
     shutil.copytree(ROOT / "results", results)
+    remove_studies(results)
     monkeypatch.setattr(results_page, "RESULTS", results)
     before = results_page.page()
     worse = {"transformer": 20, "softmax": 20, "t2r_75": 20, "t2r": 21, "elu": 23, "rfa": 24, "t2r_scratch": 22}
@@ -97,6 +105,7 @@ def test_claims_are_read_from_a_study_once_it_is_complete(results_page, tmp_path
 def test_figures_of_the_study_replace_those_at_a_tiny_scale(results_page, tmp_path, monkeypatch):
     results = tmp_path / "results"
     shutil.copytree(ROOT / "results", results)
+    remove_studies(results)
     monkeypatch.setattr(results_page, "RESULTS", results)
     tiny = results_page.attention()
     write_study(results, "enwik8", "perplexity", {row: [20.0] for row in results_page.LM_ROWS})
@@ -138,3 +147,27 @@ def test_the_notes_on_rfa_have_the_figures_of_their_file():
             f"{one['distance']:.3f} ({100 * one['negative']:.0f}%, {100 * one['clamped']:.0f}%)" for one in members
         ]
         assert f"| {sigma:g} | {members[0]['kernel_distance']:.3f} | {' | '.join(cells)} |" in notes
+
+
+def test_a_part_of_a_study_gives_the_claims_that_need_no_more(results_page, tmp_path, monkeypatch):
+    results = tmp_path / "results"
+    shutil.copytree(ROOT / "results", results)
+    remove_studies(results)
+    monkeypatch.setattr(results_page, "RESULTS", results)
+    started = {"transformer": [30.0], "t2r_scratch": [25.0], "elu_scratch": [28.0], "rfa_scratch": [24.0]}
+    write_study(results, "tatoeba", "bleu", started)
+    claims = {claim.claim: claim for claim in results_page.translation()}
+    assert claims["Pretraining helps T2R in translation"].source == "tatoeba.json"
+    behind = claims["From random initialisation T2R is behind ELU and RFA"]
+    assert (behind.source, behind.verdict) == ("tatoeba/study.json", results_page.FAILS)
+    assert behind.reason == "it is behind ELU only: see NOTES.md"
+
+
+def test_the_notes_on_the_study_have_the_losses_of_their_file():
+    losses = json.loads((ROOT / "results" / "enwik8" / "losses.json").read_text())
+    notes = (ROOT / "results" / "NOTES.md").read_text("utf-8")
+    rows, control = ("t2r", "t2r_64", "elu", "performer", "t2r_75", "t2r_window"), losses["softmax"]
+    for last in range(200, 1201, 200):
+        steps = [step for step in control if last - 200 < int(step) <= last]
+        gaps = [sum(losses[row][step] - control[step] for step in steps) / len(steps) for row in rows]
+        assert f"| {last - 199} to {last} | {' | '.join(f'{gap:.3f}' for gap in gaps)} |" in notes
