@@ -27,8 +27,7 @@ class Variant(NamedTuple):
     keep: str = "none"  # layers that keep softmax
     merged: bool = False  # φ merged into the projections, where possible
     plain: bool = False  # decode without t2r's GPU kernels
-    window: int = 0  # the last tokens to which causal attention is exact
-    sinks: int = 0  # the first ones
+    windowed: bool = False  # causal attention is exact for the last tokens, and for the first SINKS
 
 
 VARIANTS = {
@@ -36,7 +35,8 @@ VARIANTS = {
     "t2r": Variant("T2R", "t2r", merged=True),
     "t2r_unmerged": Variant("T2R, φ not merged", "t2r"),
     "t2r_75": Variant("T2R 75%", "t2r", keep="every_4th", merged=True),
-    "t2r_window": Variant("T2R with a window", "t2r", window=64, sinks=4),
+    "t2r_window": Variant("T2R with a window", "t2r", windowed=True),
+    "t2r_hybrid": Variant("T2R with a window, an 8th softmax", "t2r", keep="every_8th", windowed=True),
     "elu": Variant("ELU", "elu"),
     "rfa": Variant("RFA", "rfa"),
     "transformer_plain": Variant("transformer, without kernels", plain=True),
@@ -46,14 +46,22 @@ UNCHANGED = "model"  # the variant name for the architecture without any convers
 
 # The paper's feature sizes: language models; causal and cross attention in translation. ELU has the size of a head.
 FEATURES, CAUSAL_FEATURES, CROSS_FEATURES = 32, 4, 32
+WINDOW, SINKS = 32, 4
 
 
 def default_variants(config: ModelConfig) -> list[str]:
-    """The models of the paper's Figures 2 and 3; for language models also T2R 75%."""
+    """The models of the paper's Figures 2 and 3; for language models also T2R 75%.
+
+    With rotary positions, as in Llama, instead what such models are converted into.
+    """
+    if config.positions == "rotary":
+        return ["transformer", "t2r", "t2r_window", "t2r_hybrid"]
     return ["transformer", "t2r", "elu", "rfa"] + ([] if config.encoder_layers else ["t2r_75"])
 
 
-def converted(config: ModelConfig, name: str, *, features: int = 0, cross_features: int = 0) -> ModelConfig:
+def converted(
+    config: ModelConfig, name: str, *, features: int = 0, cross_features: int = 0, window: int = WINDOW
+) -> ModelConfig:
     """The architecture of a variant. Feature sizes of 0: the paper's. φ is not merged where rotary positions or query
     norms come between it and the projections."""
     if name == UNCHANGED:
@@ -74,8 +82,8 @@ def converted(config: ModelConfig, name: str, *, features: int = 0, cross_featur
             return dataclasses.replace(old, kind="softmax", feature_map=None, features=None)
         size = None if variant.feature_map == "elu" else sizes[field]
         new = dataclasses.replace(old, kind="linear", feature_map=variant.feature_map, features=size)
-        if variant.window and field == "attention":
-            return dataclasses.replace(new, kind="windowed", window=variant.window, sinks=variant.sinks)
+        if variant.windowed and field == "attention":
+            return dataclasses.replace(new, kind="windowed", window=window, sinks=SINKS)
         return dataclasses.replace(new, kind="merged") if merged else new
 
     specs = {
@@ -159,6 +167,7 @@ def make_request(
     rows: Sequence[str] | None = None,
     features: int = 0,
     cross_features: int = 0,
+    window: int = WINDOW,
     lengths: Sequence[int] = LENGTHS,
     batch: int = 16,
     dtype: str = "bfloat16",
@@ -170,7 +179,7 @@ def make_request(
     config = architecture(preset, model, fields)
     lengths = sorted(lengths)
     check_length(config, lengths[-1])
-    sizes = dict(features=features, cross_features=cross_features)
+    sizes = dict(features=features, cross_features=cross_features, window=window)
     chosen, problems = {}, []
     for name in rows or default_variants(config):
         try:

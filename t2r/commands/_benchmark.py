@@ -15,19 +15,27 @@ LENGTHS = [str(2**power) for power in range(9, 16)]  # 512 to 32k
 def define_models() -> SimpleNamespace:
     """Flags that select models and lengths, for `benchmark decode` and `benchmark memory`."""
     return SimpleNamespace(
-        preset=flags.DEFINE_string("preset", None, "Architecture: a preset, such as paper_lm or paper_mt."),
+        preset=flags.DEFINE_string(
+            "preset", None, "Architecture: a preset, such as paper_lm, smollm2_135m or llama_1b."
+        ),
         model=flags.DEFINE_string(
             "model", None, "Architecture: that of a model directory, builtin:NAME, or ORG/NAME of the Hugging Face hub."
         ),
         fields=flags.DEFINE_multi_string("field", [], "NAME=VALUE: change a field of the architecture; repeatable."),
         rows=flags.DEFINE_list(
-            "rows", None, "Models to compare, such as transformer,t2r; default: those of the paper's Figures 2 and 3."
+            "rows",
+            None,
+            "Models to compare, such as transformer,t2r; default: those of the paper's figures; with rotary positions, "
+            "transformer,t2r,t2r_window,t2r_hybrid.",
         ),
         features=flags.DEFINE_integer(
             "features", 0, "Feature size k of causal attention; 0: the paper's.", lower_bound=0
         ),
         cross_features=flags.DEFINE_integer(
             "cross_features", 0, "Feature size k of cross attention; 0: the paper's.", lower_bound=0
+        ),
+        window=flags.DEFINE_integer(
+            "window", 32, "Tokens of the window of rows that have one.", lower_bound=1, upper_bound=2**16
         ),
         lengths=flags.DEFINE_list("lengths", LENGTHS, "Generated lengths in tokens; sources have the same length."),
         batch=flags.DEFINE_integer("batch", 16, "Sequences in a batch.", lower_bound=1),
