@@ -184,6 +184,23 @@ def test_decode_measures_and_resumes(call, tmp_path, quick_bandwidth):
     assert (tmp_path / "decode.png").exists() and (tmp_path / "decode.svg").exists()
 
 
+def test_decode_measures_8_bit_weights_beside_others(call, quick_bandwidth):
+    flags = ["--preset=micro_llama", "--dtype=float32", "--batch=2", "--seconds=0", "--steps=2", "--lengths=8"]
+    status, result = call("benchmark", "decode", *flags, "--rows=transformer,t2r", "--weights=float32,int8")
+    rows = {"transformer", "transformer_int8", "t2r", "t2r_int8"}
+    assert status == 0 and result["tokens_per_second"].keys() == result["fraction_of_floor"].keys() == rows
+
+
+def test_the_floor_of_8_bit_weights_is_a_byte_for_each_and_the_scales():
+    config = converted(preset("micro_llama", vocab_size=128), "t2r")
+    plain, rounded = (step_cost(abstract_inference_model(config, "bfloat16", kind), 4, 8) for kind in ("", "int8"))
+    # A layer's outputs (queries, keys and values, attention, feed-forward) and inputs; φ and norms stay in bfloat16.
+    outputs = 2 * (32 + 2 * 16 + 32 + 2 * 64 + 32) + 128
+    matrices = 2 * (32 * (32 + 2 * 16 + 32 + 3 * 64)) + 128 * 32
+    assert plain.weight_bytes - rounded.weight_bytes == matrices - 4 * outputs
+    assert plain.flops == rounded.flops and plain.read_bytes == rounded.read_bytes
+
+
 def test_encoding_is_measured_separately(call, quick_bandwidth):
     flags = ["--preset=micro_mt", "--dtype=float32", "--batch=2", "--seconds=0", "--lengths=8", "--rows=t2r", "--whole"]
     status, result = call("benchmark", "decode", *flags)
@@ -219,6 +236,7 @@ def test_attention_is_measured_forward_and_backward(call, tmp_path):
         (["--preset=micro_lm", "--field=vocab=3"], "unknown field 'vocab'"),
         (["--preset=micro_lm", "--field=layers=many"], "layers='many' must be of type int"),
         (["--preset=micro_lm", "--lengths=8,many"], "whole numbers"),
+        (["--preset=micro_lm", "--weights=float32,int4"], "--weights=float32, int4: choose from bfloat16.* int8"),
         (["--preset=micro_lm", "--topology=v1:2x2"], "known TPUs: v2"),
     ],
 )
