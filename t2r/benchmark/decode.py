@@ -20,7 +20,7 @@ from t2r.benchmark.floor import (
     predicted_crossover,
     step_cost,
 )
-from t2r.benchmark.models import INT8, VARIANTS, Request, label
+from t2r.benchmark.models import INT8, Request, label
 from t2r.benchmark.plots import Curve, length_plot
 from t2r.benchmark.shared import MIB, DoesNotFit, Output, Results, by_model, describe_device, finish, open_results
 from t2r.benchmark.steps import Decoder, DecodeSpeed, abstract_generation, attention_bytes
@@ -105,8 +105,7 @@ def measure_model(results: Results, request: Request, name: str, machine: Machin
     @functools.cache
     def decoder() -> Decoder:
         say(f"{name}: {model.config.layers} layers")
-        variant = VARIANTS.get(name.removesuffix(INT8))
-        return Decoder(request.random(name), repeat_for=options.seconds, plain=bool(variant and variant.plain))
+        return Decoder(request.random(name), repeat_for=options.seconds, plain=request.is_plain(name))
 
     def find(what: str, length: int, measure: Callable[[], dict[str, Any]], **key: Any) -> None:
         row = {"row": name, "weights": request.weights(name)}

@@ -169,6 +169,11 @@ class Request(NamedTuple):
         """The type of a row's matrices."""
         return "int8" if name.endswith(INT8) else self.dtype
 
+    def is_plain(self, name: str) -> bool:
+        """Whether a row decodes without t2r's GPU kernels."""
+        variant = VARIANTS.get(name.removesuffix(INT8))
+        return bool(variant and variant.plain)
+
     def abstract(self, name: str) -> LanguageModel:
         """The abstract model of a row."""
         return abstract_inference_model(self.models[name], self.dtype, self.weights(name))
