@@ -57,11 +57,13 @@ def benchmark_decode(
     topology: str | None = None,
     mesh: dict[str, int] | None = None,
     peer_lengths: Sequence[int] = (),
+    peer_names: Sequence[str] = tuple(peers.GENERATION),
 ) -> dict[str, Any]:
     """Measures all models at all lengths, other libraries at `peer_lengths`; with a TPU `topology`, compiles instead.
 
     Prints tables, writes JSON and a plot, and returns a summary.
     """
+    peers.check_names(peer_names)
     topology, axes = topology and topology_of(topology), dict.fromkeys(AXES, 1) | (mesh or {})
     devices = math.prod(axes.values())
     results = open_results("decode", output, describe_topology(topology) if topology else None)
@@ -72,7 +74,7 @@ def benchmark_decode(
         for name in request.models:
             measure_model(results, request, name, machine, options)
         if peer_lengths:
-            peers.measure_generation(results, request, sorted(peer_lengths))
+            peers.measure_generation(results, request, sorted(peer_lengths), peer_names)
     summary = summary_of(results, request, machine)
     for lines in tables(results, summary):
         print(lines + "\n")

@@ -3,7 +3,7 @@
 t2r benchmark decode --preset=paper_lm --output=DIR [--field=vocab_size=32768 --field=adaptive_cutoffs=()]
     [--rows=transformer,t2r,t2r_unmerged,t2r_75,t2r_window,t2r_hybrid,elu,rfa] [--lengths=512,1024,...,32768]
     [--batch=16] [--dtype=bfloat16] [--weights=bfloat16,int8] [--window=32] [--largest_batch] [--whole] [--prompt=N]
-    [--peers] [--budget_seconds=N] [--again] [--device_report]
+    [--peers --peer_lengths=512,4096 --peer_names=hugging_face_static] [--budget_seconds=N] [--again] [--device_report]
 t2r benchmark decode --preset=paper_mt ...         (translation: sources as long as the outputs, timed separately)
 t2r benchmark decode --model=DIRECTORY ...         (the architecture of a model; --rows=model: without conversion)
 t2r benchmark decode --preset=paper_mt --topology=v2:2x2 ...    (the TPU compiler's estimate; nothing is run)
@@ -42,6 +42,9 @@ _LARGEST_AT = flags.DEFINE_list(
 )
 _PEERS = flags.DEFINE_bool("peers", False, "Also measure other libraries, if installed.")
 _PEER_LENGTHS = flags.DEFINE_list("peer_lengths", None, "Lengths for --peers; default: the shortest.")
+_PEER_NAMES = flags.DEFINE_list(
+    "peer_names", ["hugging_face", "hugging_face_static", "flash_linear_attention"], "Libraries for --peers."
+)
 
 
 def main() -> dict[str, Any]:
@@ -56,4 +59,5 @@ def main() -> dict[str, Any]:
     largest = shared.parse_lengths(_LARGEST_AT.value or longest) if _LARGEST.value else ()
     options = DecodeOptions(_STEPS.value, _WHOLE.value, _SECONDS.value, _PROMPT.value, tuple(largest))
     target = shared.topology(_TOPOLOGY)
-    return benchmark_decode(request, options, shared.output(_OUTPUT), peer_lengths=peers, **target)
+    peering = {"peer_lengths": peers, "peer_names": _PEER_NAMES.value}
+    return benchmark_decode(request, options, shared.output(_OUTPUT), **peering, **target)

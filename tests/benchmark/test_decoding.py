@@ -237,6 +237,7 @@ def test_attention_is_measured_forward_and_backward(call, tmp_path):
         (["--preset=micro_lm", "--field=layers=many"], "layers='many' must be of type int"),
         (["--preset=micro_lm", "--lengths=8,many"], "whole numbers"),
         (["--preset=micro_lm", "--weights=float32,int4"], "--weights=float32, int4: choose from bfloat16.* int8"),
+        (["--preset=micro_lm", "--peers", "--peer_names=vllm"], "--peer_names=vllm: choose from hugging_face"),
         (["--preset=micro_lm", "--topology=v1:2x2"], "known TPUs: v2"),
     ],
 )
