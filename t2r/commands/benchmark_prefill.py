@@ -4,8 +4,8 @@ t2r benchmark prefill --preset=smollm2_135m --output=DIR [--lengths=2048,8192,32
     [--batch=1] [--chunk=256] [--weights=bfloat16,int8] [--most_seconds=120] [--budget_seconds=N] [--again]
 t2r benchmark prefill --model=DIRECTORY ...        (the architecture of a model; --rows=model: without conversion)
 
-Prompts are read --chunk tokens at a time, as `t2r generate` does, and the first token is generated. Larger chunks are
-faster on GPUs, and need more memory: a softmax layer has a weight for each token of a chunk and each of the prompt.
+Prompts are read --chunk tokens at a time, as `t2r generate` does, and the first token is generated. Larger chunks may
+be faster on GPUs, and need more memory: a softmax layer has a weight for each token of a chunk and each of the prompt.
 Weights are random. A prompt that does not fit in memory or takes longer than --most_seconds is a line that says so.
 
 Columns, in MiB: `state` is the attention state after the prompt, `program` the compiler's plan for reading it, weights
