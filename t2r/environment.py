@@ -4,6 +4,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,6 +105,14 @@ def _free_in_group(folder: Path) -> Iterator[int]:
             continue
         if most != "max":
             yield int(most) - int(used) + sum(int(stat.get(name, 0)) for name in copies)
+
+
+def process_bytes(process: int | str = "self") -> int | None:
+    """Bytes of memory that a process has, on Linux; elsewhere, and if it has ended, None."""
+    try:
+        return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{process}/status").read_text())[1]) * 1024
+    except (OSError, TypeError):
+        return None
 
 
 def running_time() -> float:

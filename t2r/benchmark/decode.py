@@ -20,7 +20,7 @@ from t2r.benchmark.floor import (
     predicted_crossover,
     step_cost,
 )
-from t2r.benchmark.models import VARIANTS, Request, abstract_inference_model, label, random_model
+from t2r.benchmark.models import INT8, Request, label
 from t2r.benchmark.plots import Curve, length_plot
 from t2r.benchmark.shared import MIB, DoesNotFit, Output, Results, by_model, describe_device, finish, open_results
 from t2r.benchmark.steps import Decoder, DecodeSpeed, abstract_generation, attention_bytes
@@ -57,11 +57,13 @@ def benchmark_decode(
     topology: str | None = None,
     mesh: dict[str, int] | None = None,
     peer_lengths: Sequence[int] = (),
+    peer_names: Sequence[str] = tuple(peers.GENERATION),
 ) -> dict[str, Any]:
     """Measures all models at all lengths, other libraries at `peer_lengths`; with a TPU `topology`, compiles instead.
 
     Prints tables, writes JSON and a plot, and returns a summary.
     """
+    peers.check_names(peer_names)
     topology, axes = topology and topology_of(topology), dict.fromkeys(AXES, 1) | (mesh or {})
     devices = math.prod(axes.values())
     results = open_results("decode", output, describe_topology(topology) if topology else None)
@@ -72,7 +74,7 @@ def benchmark_decode(
         for name in request.models:
             measure_model(results, request, name, machine, options)
         if peer_lengths:
-            peers.measure_generation(results, request, sorted(peer_lengths))
+            peers.measure_generation(results, request, sorted(peer_lengths), peer_names)
     summary = summary_of(results, request, machine)
     for lines in tables(results, summary):
         print(lines + "\n")
@@ -99,17 +101,17 @@ def describe_machine(results: Results, topology: str | None, devices: int = 1) -
 
 def measure_model(results: Results, request: Request, name: str, machine: Machine, options: DecodeOptions) -> None:
     """Measures one model at all lengths. Its weights exist only within this call, and only if a result is missing."""
-    model = abstract_inference_model(request.models[name], request.dtype)
+    model = request.abstract(name)
     translates = bool(model.config.encoder_layers)
 
     @functools.cache
     def decoder() -> Decoder:
         say(f"{name}: {model.config.layers} layers")
-        plain = name in VARIANTS and VARIANTS[name].plain
-        return Decoder(random_model(request.models[name], request.dtype), repeat_for=options.seconds, plain=plain)
+        return Decoder(request.random(name), repeat_for=options.seconds, plain=request.is_plain(name))
 
     def find(what: str, length: int, measure: Callable[[], dict[str, Any]], **key: Any) -> None:
-        results.get_or_measure({"what": what, "row": name, "length": length, **request.common, **key}, measure)
+        row = {"row": name, "weights": request.weights(name)}
+        results.get_or_measure({"what": what, **row, "length": length, **request.common, **key}, measure)
 
     def decode(length: int) -> dict[str, Any]:
         speed = decoder().steps(request.batch, length, options.steps, whole=options.whole)
@@ -163,8 +165,8 @@ def floor_figures(step: StepCost, machine: Machine, seconds: float | None) -> di
 def compile_models(results: Results, request: Request, machine: Machine, topology: str, axes: dict[str, int]) -> None:
     """Compiles every model at every length for a TPU; a program that serves several lengths is compiled once."""
     mesh = make_mesh(ConfigDict(axes), topology_devices(topology))
-    for name, config in request.models.items():
-        model = abstract_inference_model(config, request.dtype)
+    for name in request.models:
+        model = request.abstract(name)
         programs: dict[Any, dict[str, Any]] = {}  # by the model of their state
 
         def compiled(length: int, key: Any, name=name, model=model, programs=programs) -> dict[str, Any]:
@@ -174,7 +176,8 @@ def compile_models(results: Results, request: Request, machine: Machine, topolog
             return programs[key]
 
         for length in request.lengths:
-            key = {"what": "decode", "row": name, "length": length, **request.common, "mesh": axes}
+            row = {"row": name, "weights": request.weights(name)}
+            key = {"what": "decode", **row, "length": length, **request.common, "mesh": axes}
             results.get_or_measure(key, functools.partial(estimate_at, model, request.batch, length, machine, compiled))
 
 
@@ -225,7 +228,7 @@ def _crossovers(results: Results, request: Request, machine: Machine) -> dict[st
     seconds = by_model(results, "decode", "step_seconds")
     if "transformer" not in request.models:
         return {}
-    models = {name: abstract_inference_model(config, request.dtype) for name, config in request.models.items()}
+    models = {name: request.abstract(name) for name in request.models}
     transformer = models.pop("transformer")
     return {
         name: {
@@ -239,7 +242,18 @@ def _crossovers(results: Results, request: Request, machine: Machine) -> dict[st
 def tables(results: Results, summary: dict[str, Any]) -> Iterator[str]:
     """The results as tables."""
     estimate = any(line.get("estimate") for line in results.lines)
-    headers = ["model", "tokens", "batch", "µs/step", "tokens/s", "spread", "floor, µs", "of floor", "state, MiB"]
+    headers = [
+        "model",
+        "weights",
+        "tokens",
+        "batch",
+        "µs/step",
+        "tokens/s",
+        "spread",
+        "floor, µs",
+        "of floor",
+        "state, MiB",
+    ]
     rows = [_table_row(line) for what in ("decode", "largest batch") for line in results.fitting_lines(what)]
     if rows:
         note = "\n(the compiler's estimate; the floor uses the vendor's bandwidth)" if estimate else ""
@@ -264,7 +278,8 @@ def tables(results: Results, summary: dict[str, Any]) -> Iterator[str]:
 def _table_row(line: dict[str, Any]) -> tuple:
     seconds, floor, spread = line["step_seconds"], line.get("floor_seconds"), line.get("spread")
     return (
-        line["asked"]["row"],
+        line["asked"]["row"].removesuffix(INT8),
+        line["asked"]["weights"],
         line["asked"]["length"],
         line.get("batch") or line["asked"]["batch"],
         seconds * 1e6 if seconds else "none given",

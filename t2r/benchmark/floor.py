@@ -33,6 +33,13 @@ class Machine(NamedTuple):
     flops: float | None = None  # operations per second; None: unknown
 
 
+class ReadArray(NamedTuple):
+    """What a decoding step reads of an array."""
+
+    elements: int
+    bytes: int
+
+
 class StepCost(NamedTuple):
     """The minimum cost of one decoding step of a whole batch."""
 
@@ -56,40 +63,38 @@ class StepCost(NamedTuple):
 
 
 def step_cost(
-    model: LanguageModel, batch: int, tokens: float, source: float = 0, *, weights: dict[str, int] | None = None
+    model: LanguageModel, batch: int, tokens: float, source: float = 0, *, weights: dict[str, ReadArray] | None = None
 ) -> StepCost:
     """The cost of a step with `tokens` tokens in the state and `source` in the source. The model may be abstract."""
     config = model.config
     weights = read_weights(model) if weights is None else weights
-    products = sum(size for name, size in weights.items() if not name.endswith(("bias", "scale", "sigma")))
-    itemsize = jnp.dtype(config.dtype).itemsize
+    products = sum(read.elements for name, read in weights.items() if not name.endswith(("bias", "scale", "sigma")))
     causal = [layer_bytes(config, spec, batch, tokens) for spec in config.attention]
     written = [_written_bytes(config, spec, batch) for spec in config.attention]
     cross = [layer_bytes(config, spec, batch, source) for spec in config.cross_attention]
     pairs = sum(_attention_products(config, spec, tokens, writes=True) for spec in config.attention)
     pairs += sum(_attention_products(config, spec, source, writes=False) for spec in config.cross_attention)
     return StepCost(
-        weight_bytes=itemsize * sum(weights.values()),
+        weight_bytes=sum(read.bytes for read in weights.values()),
         read_bytes=round(sum(causal) + sum(cross)),
         written_bytes=round(sum(written)),
         flops=2.0 * batch * (products + pairs),
     )
 
 
-def read_weights(model: LanguageModel) -> dict[str, int]:
-    """array name → number of its elements that a decoding step reads.
+def read_weights(model: LanguageModel) -> dict[str, ReadArray]:
+    """array name → what a decoding step reads of it. Matrices in 8 bits are read with the scales of their rows.
 
     Arrays that are not read, and lookup tables, of which a step reads a few entries, are left out.
     """
-    return {
-        name: count for name, array in arrays_of(model).items() if (count := _elements_read(name, array, model.config))
-    }
+    counts = {name: (_elements_read(name, array, model.config), array) for name, array in arrays_of(model).items()}
+    return {name: ReadArray(count, count * array.dtype.itemsize) for name, (count, array) in counts.items() if count}
 
 
 def _elements_read(name: str, array: Any, config: ModelConfig) -> int:
     # The keys and values of the source are computed once, when it is encoded.
     unread = name.startswith("encoder.") or ".cross.key." in name or ".cross.value." in name
-    looked_up = name == "positions" or (name == "embedding.table" and not config.tied_output)
+    looked_up = name == "positions" or (name.startswith("embedding.table") and not config.tied_output)
     if unread or looked_up:
         return 0
     # RFA has a pool of random matrices; inference uses one of them.

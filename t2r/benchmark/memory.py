@@ -9,7 +9,7 @@ from flax import nnx
 
 from t2r.benchmark.compile import describe_topology, topology_of
 from t2r.benchmark.decode import compile_models, describe_machine
-from t2r.benchmark.models import Request, abstract_inference_model, label, random_model
+from t2r.benchmark.models import Request, label, random_model
 from t2r.benchmark.plots import Curve, length_plot
 from t2r.benchmark.shared import (
     MIB,
@@ -57,10 +57,7 @@ def benchmark_memory(
 
 def measure_models(results: Results, request: Request) -> None:
     """Measures all models at all lengths, the smallest first: a device reports only its highest peak so far."""
-    decoders = {
-        name: Decoder(abstract_inference_model(config, request.dtype), plain=True)
-        for name, config in request.models.items()
-    }
+    decoders = {name: Decoder(request.abstract(name), plain=True) for name in request.models}
 
     def required_bytes(name_and_length: tuple[str, int]) -> int:
         name, length = name_and_length

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from t2r.conversion.swap import layers_to_keep
 from t2r.errors import InputError, raise_all
 from t2r.importers import by_name
 from t2r.model.config import AttentionSpec, ModelConfig, preset
 from t2r.model.parameters import Arrays, abstract_model, arrays_of, with_arrays
+from t2r.model.rows import for_decoding
 from t2r.model.transformer import LanguageModel, check_length
 
 
@@ -27,8 +29,7 @@ class Variant(NamedTuple):
     keep: str = "none"  # layers that keep softmax
     merged: bool = False  # φ merged into the projections, where possible
     plain: bool = False  # decode without t2r's GPU kernels
-    window: int = 0  # the last tokens to which causal attention is exact
-    sinks: int = 0  # the first ones
+    windowed: bool = False  # causal attention is exact for the last tokens, and for the first SINKS
 
 
 VARIANTS = {
@@ -36,24 +37,34 @@ VARIANTS = {
     "t2r": Variant("T2R", "t2r", merged=True),
     "t2r_unmerged": Variant("T2R, φ not merged", "t2r"),
     "t2r_75": Variant("T2R 75%", "t2r", keep="every_4th", merged=True),
-    "t2r_window": Variant("T2R with a window", "t2r", window=64, sinks=4),
+    "t2r_window": Variant("T2R with a window", "t2r", windowed=True),
+    "t2r_hybrid": Variant("T2R with a window, an 8th softmax", "t2r", keep="every_8th", windowed=True),
     "elu": Variant("ELU", "elu"),
     "rfa": Variant("RFA", "rfa"),
     "transformer_plain": Variant("transformer, without kernels", plain=True),
     "t2r_plain": Variant("T2R, without kernels", "t2r", merged=True, plain=True),
 }
 UNCHANGED = "model"  # the variant name for the architecture without any conversion
+INT8 = "_int8"  # added to the name of a row whose matrices have 8 bits
 
 # The paper's feature sizes: language models; causal and cross attention in translation. ELU has the size of a head.
 FEATURES, CAUSAL_FEATURES, CROSS_FEATURES = 32, 4, 32
+WINDOW, SINKS = 32, 4
 
 
 def default_variants(config: ModelConfig) -> list[str]:
-    """The models of the paper's Figures 2 and 3; for language models also T2R 75%."""
+    """The models of the paper's Figures 2 and 3; for language models also T2R 75%.
+
+    With rotary positions, as in Llama, instead what such models are converted into.
+    """
+    if config.positions == "rotary":
+        return ["transformer", "t2r", "t2r_window", "t2r_hybrid"]
     return ["transformer", "t2r", "elu", "rfa"] + ([] if config.encoder_layers else ["t2r_75"])
 
 
-def converted(config: ModelConfig, name: str, *, features: int = 0, cross_features: int = 0) -> ModelConfig:
+def converted(
+    config: ModelConfig, name: str, *, features: int = 0, cross_features: int = 0, window: int = WINDOW
+) -> ModelConfig:
     """The architecture of a variant. Feature sizes of 0: the paper's. φ is not merged where rotary positions or query
     norms come between it and the projections."""
     if name == UNCHANGED:
@@ -74,8 +85,8 @@ def converted(config: ModelConfig, name: str, *, features: int = 0, cross_featur
             return dataclasses.replace(old, kind="softmax", feature_map=None, features=None)
         size = None if variant.feature_map == "elu" else sizes[field]
         new = dataclasses.replace(old, kind="linear", feature_map=variant.feature_map, features=size)
-        if variant.window and field == "attention":
-            return dataclasses.replace(new, kind="windowed", window=variant.window, sinks=variant.sinks)
+        if variant.windowed and field == "attention":
+            return dataclasses.replace(new, kind="windowed", window=window, sinks=SINKS)
         return dataclasses.replace(new, kind="merged") if merged else new
 
     specs = {
@@ -86,6 +97,8 @@ def converted(config: ModelConfig, name: str, *, features: int = 0, cross_featur
 
 def label(name: str, config: ModelConfig) -> str:
     """A variant's name in plots; in translation with the feature sizes of cross and causal attention: "T2R 32-4"."""
+    if name.endswith(INT8):
+        return f"{label(name.removesuffix(INT8), config)}, int8"
     if name not in VARIANTS:
         return name
     sizes = [
@@ -94,17 +107,19 @@ def label(name: str, config: ModelConfig) -> str:
     return f"{VARIANTS[name].label} {sizes[0]}-{sizes[1]}" if all(sizes) else VARIANTS[name].label
 
 
-def abstract_inference_model(config: ModelConfig, dtype: str) -> LanguageModel:
-    """An abstract model for inference: weights and activations have the same type."""
+def abstract_inference_model(config: ModelConfig, dtype: str, weights: str = "") -> LanguageModel:
+    """An abstract model for inference. Weights have the activations' type, matrices 8 bits if `weights` is "int8"."""
     model = abstract_model(dataclasses.replace(config, dtype=dtype))
     shapes = {name: jax.ShapeDtypeStruct(array.shape, jnp.dtype(dtype)) for name, array in arrays_of(model).items()}
-    return with_arrays(model, shapes)
+    model = with_arrays(model, shapes)
+    return nnx.eval_shape(lambda model: for_decoding(model, "int8"), model) if weights == "int8" else model
 
 
-def random_model(config: ModelConfig, dtype: str) -> LanguageModel:
+def random_model(config: ModelConfig, dtype: str, weights: str = "") -> LanguageModel:
     """A model for inference with random weights: speed does not depend on them."""
     model = abstract_inference_model(config, dtype)
-    return with_arrays(model, random_weights(arrays_of(model)))
+    model = with_arrays(model, random_weights(arrays_of(model)))
+    return for_decoding(model, "int8") if weights == "int8" else model
 
 
 def random_weights(shapes: Arrays) -> Arrays:
@@ -150,6 +165,23 @@ class Request(NamedTuple):
         """The part of a result's key that all measurements of this request share."""
         return {"batch": self.batch, "dtype": self.dtype, **self.identity}
 
+    def weights(self, name: str) -> str:
+        """The type of a row's matrices."""
+        return "int8" if name.endswith(INT8) else self.dtype
+
+    def is_plain(self, name: str) -> bool:
+        """Whether a row decodes without t2r's GPU kernels."""
+        variant = VARIANTS.get(name.removesuffix(INT8))
+        return bool(variant and variant.plain)
+
+    def abstract(self, name: str) -> LanguageModel:
+        """The abstract model of a row."""
+        return abstract_inference_model(self.models[name], self.dtype, self.weights(name))
+
+    def random(self, name: str) -> LanguageModel:
+        """The model of a row, with random weights."""
+        return random_model(self.models[name], self.dtype, self.weights(name))
+
 
 def make_request(
     *,
@@ -159,22 +191,29 @@ def make_request(
     rows: Sequence[str] | None = None,
     features: int = 0,
     cross_features: int = 0,
+    window: int = WINDOW,
     lengths: Sequence[int] = LENGTHS,
     batch: int = 16,
     dtype: str = "bfloat16",
+    weights: Sequence[str] | None = None,
 ) -> Request:
     """Variants (`rows`) of the architecture of a preset or model directory, with `fields` such as "layers=4" changed.
 
+    Each is measured with each of `weights`, the types of its matrices: `dtype`, the default, and "int8".
     Raises one InputError for all invalid variants.
     """
     config = architecture(preset, model, fields)
     lengths = sorted(lengths)
     check_length(config, lengths[-1])
-    sizes = dict(features=features, cross_features=cross_features)
+    sizes = dict(features=features, cross_features=cross_features, window=window)
     chosen, problems = {}, []
+    endings = {dtype: "", "int8": INT8}
+    wrong = ", ".join(kind for kind in weights or [] if kind not in endings)
+    if wrong:
+        raise InputError(f"--weights={wrong}: choose from {dtype}, which is --dtype, and int8")
     for name in rows or default_variants(config):
         try:
-            chosen[name] = converted(config, name, **sizes)
+            chosen |= {name + endings[kind]: converted(config, name, **sizes) for kind in weights or [dtype]}
         except InputError as error:
             problems.append(str(error))
     raise_all("--rows:", problems)

@@ -4,11 +4,12 @@ import functools
 import importlib
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from t2r.benchmark.models import Request
 from t2r.benchmark.shared import Results, time_short_calls
+from t2r.errors import InputError
 from t2r.model.config import ModelConfig
 
 # For `benchmark decode`: name in the results → (library, cache of Hugging Face's `generate`).
@@ -19,10 +20,20 @@ GENERATION = {
 }
 
 
-def measure_generation(results: Results, request: Request, lengths: list[int]) -> None:
+def check_names(names: Iterable[str]) -> None:
+    """Raises an InputError for names that are not in GENERATION."""
+    unknown = [name for name in names if name not in GENERATION]
+    if unknown:
+        raise InputError(f"--peer_names={','.join(unknown)}: choose from {', '.join(GENERATION)}")
+
+
+def measure_generation(
+    results: Results, request: Request, lengths: list[int], names: Iterable[str] = GENERATION
+) -> None:
     """Times whole greedy generations of each library, from one token or, in translation, from sources as long."""
     config = next(iter(request.models.values()))
-    for name, (library, cache) in GENERATION.items():
+    for name in names:
+        library, cache = GENERATION[name]
         if _absent(results, name, library):
             continue
         for length in lengths:
@@ -93,9 +104,17 @@ def _generation(config: ModelConfig, request: Request, length: int, library: str
 
 
 def _softmax_model(config: ModelConfig, length: int):
-    """GPT-2, or Marian for translation, with the same layers, width, heads and vocabulary."""
+    """A model with the same layers, width, heads and vocabulary: Llama, GPT-2, or Marian for translation."""
     import transformers
 
+    if (config.norm, config.positions) == ("rms", "rotary"):
+        sizes = dict(num_hidden_layers=config.layers, hidden_size=config.width, intermediate_size=config.feedforward)
+        heads = dict(num_attention_heads=config.heads, num_key_value_heads=config.kv_heads, head_dim=config.head_dim)
+        special = dict(bos_token_id=0, eos_token_id=1, pad_token_id=0, tie_word_embeddings=config.tied_output)
+        settings = transformers.LlamaConfig(
+            vocab_size=config.vocab_size, max_position_embeddings=length + 1, **sizes, **heads, **special
+        )
+        return transformers.LlamaForCausalLM(settings)
     if not config.encoder_layers:
         sizes = dict(n_embd=config.width, n_layer=config.layers, n_head=config.heads, n_inner=config.feedforward)
         special = dict(bos_token_id=0, eos_token_id=1, pad_token_id=0)
@@ -106,7 +125,7 @@ def _softmax_model(config: ModelConfig, length: int):
     sides = {
         f"{side}_{name}": value
         for side, layers in (("encoder", config.encoder_layers), ("decoder", config.layers))
-        for name, value in dict(layers=layers, attention_shape=config.heads, ffn_dim=config.feedforward).items()
+        for name, value in dict(layers=layers, attention_heads=config.heads, ffn_dim=config.feedforward).items()
     }
     special = dict(pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None)
     settings = transformers.MarianConfig(
@@ -117,14 +136,19 @@ def _softmax_model(config: ModelConfig, length: int):
 
 
 def _linear_model(config: ModelConfig, length: int):
-    """flash-linear-attention's model with T2R's feature size. Its feed-forward has 3 matrices, so it is 2/3 as wide."""
+    """flash-linear-attention's model with T2R's feature size.
+
+    Its feed-forward has gates, so that it is 2/3 as wide where ours has none.
+    """
     from fla.models import LinearAttentionConfig, LinearAttentionForCausalLM
 
     features = max((spec.features or 0 for spec in config.attention), default=0) or 32
     settings = LinearAttentionConfig(
         vocab_size=config.vocab_size, hidden_size=config.width, num_hidden_layers=config.layers,
-        num_heads=config.heads, expand_k=features * config.heads / config.width, expand_v=1,
-        intermediate_size=config.feedforward * 2 // 3, max_position_embeddings=length + 1,
+        num_heads=config.heads, num_kv_heads=config.kv_heads,
+        expand_k=features * config.heads / config.width, expand_v=1,
+        intermediate_size=config.feedforward if config.gated else config.feedforward * 2 // 3,
+        max_position_embeddings=length + 1, tie_word_embeddings=config.tied_output,
     )  # fmt: skip
     return LinearAttentionForCausalLM(settings)
 

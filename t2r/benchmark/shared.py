@@ -99,6 +99,7 @@ ESTIMATED = "estimated by the compiler"
 COMPUTED = "computed from the model's definition"
 PROVENANCE = {
     MEASURED: ("bandwidth", "step_seconds", "tokens_per_second", "spread", "compile_seconds", "prefill", "seconds",
+               "first_token_seconds",
                "device_bytes", "device_peak_bytes"),
     ESTIMATED: ("program_state_bytes", "argument_bytes", "temporary_bytes", "program_bytes"),
     COMPUTED: ("weight_bytes", "read_bytes", "written_bytes", "flops", "floor_seconds", "state_bytes", "formula_bytes",

@@ -57,10 +57,12 @@ class DecodingProgram(NamedTuple):
     compile_seconds: float
 
     @classmethod
-    def compile(cls, model: LanguageModel, generation: Generation, steps: int, packed: Any) -> "DecodingProgram":
+    def compile(
+        cls, model: LanguageModel, generation: Generation, steps: int, packed: Any, sampling: Sampling = Sampling()
+    ) -> "DecodingProgram":
         """Compiles `steps` decoding steps for generations of this shape, which may be abstract."""
         began, (graph, arrays) = time.perf_counter(), nnx.split(model)
-        compiled = scan_steps.lower(graph, arrays, generation, steps, Sampling(), NO_STOP_TOKEN, packed).compile()
+        compiled = scan_steps.lower(graph, arrays, generation, steps, sampling, NO_STOP_TOKEN, packed).compile()
         return cls(compiled, arrays, packed, time.perf_counter() - began)
 
     def __call__(self, generation: Generation) -> tuple[Generation, jax.Array]:

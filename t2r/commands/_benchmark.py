@@ -12,25 +12,40 @@ flags.disclaim_key_flags()  # --help lists the flags with the command that defin
 LENGTHS = [str(2**power) for power in range(9, 16)]  # 512 to 32k
 
 
-def define_models() -> SimpleNamespace:
-    """Flags that select models and lengths, for `benchmark decode` and `benchmark memory`."""
+def define_models(lengths: list[str] = LENGTHS, batch: int = 16) -> SimpleNamespace:
+    """Flags that select models and lengths, for benchmarks that compare models."""
     return SimpleNamespace(
-        preset=flags.DEFINE_string("preset", None, "Architecture: a preset, such as paper_lm or paper_mt."),
+        **vars(define_architecture(batch)),
+        rows=flags.DEFINE_list(
+            "rows",
+            None,
+            "Models to compare, such as transformer,t2r; default: those of the paper's figures; with rotary positions, "
+            "transformer,t2r,t2r_window,t2r_hybrid.",
+        ),
+        lengths=flags.DEFINE_list("lengths", lengths, "Lengths in tokens; sources have the same length."),
+    )
+
+
+def define_architecture(batch: int) -> SimpleNamespace:
+    """Flags that select an architecture, how it is converted, and how it runs."""
+    return SimpleNamespace(
+        preset=flags.DEFINE_string(
+            "preset", None, "Architecture: a preset, such as paper_lm, smollm2_135m or llama_1b."
+        ),
         model=flags.DEFINE_string(
             "model", None, "Architecture: that of a model directory, builtin:NAME, or ORG/NAME of the Hugging Face hub."
         ),
         fields=flags.DEFINE_multi_string("field", [], "NAME=VALUE: change a field of the architecture; repeatable."),
-        rows=flags.DEFINE_list(
-            "rows", None, "Models to compare, such as transformer,t2r; default: those of the paper's Figures 2 and 3."
-        ),
         features=flags.DEFINE_integer(
             "features", 0, "Feature size k of causal attention; 0: the paper's.", lower_bound=0
         ),
         cross_features=flags.DEFINE_integer(
             "cross_features", 0, "Feature size k of cross attention; 0: the paper's.", lower_bound=0
         ),
-        lengths=flags.DEFINE_list("lengths", LENGTHS, "Generated lengths in tokens; sources have the same length."),
-        batch=flags.DEFINE_integer("batch", 16, "Sequences in a batch.", lower_bound=1),
+        window=flags.DEFINE_integer(
+            "window", 32, "Tokens of the window of rows that have one.", lower_bound=1, upper_bound=2**16
+        ),
+        batch=flags.DEFINE_integer("batch", batch, "Sequences in a batch.", lower_bound=1),
         dtype=flags.DEFINE_enum("dtype", "bfloat16", ["float32", "bfloat16"], "Type of weights and activations."),
     )
 
@@ -62,11 +77,11 @@ def values(defined: SimpleNamespace) -> dict[str, Any]:
     return {name: flag.value for name, flag in vars(defined).items()}
 
 
-def request(defined: SimpleNamespace):
-    """The Request (models and lengths) of the flags of `define_models`."""
+def request(defined: SimpleNamespace, **more: Any):
+    """The Request (models and lengths) of the flags of `define_models`, and of what a benchmark has beside them."""
     from t2r.benchmark.models import make_request
 
-    return make_request(**values(defined) | {"lengths": parse_lengths(defined.lengths.value)})
+    return make_request(**values(defined) | {"lengths": parse_lengths(defined.lengths.value)}, **more)
 
 
 def output(defined: SimpleNamespace):

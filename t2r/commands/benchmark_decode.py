@@ -1,9 +1,9 @@
 """Measure decoding speed against generated length, and compare it with the memory bandwidth bound.
 
 t2r benchmark decode --preset=paper_lm --output=DIR [--field=vocab_size=32768 --field=adaptive_cutoffs=()]
-    [--rows=transformer,t2r,t2r_unmerged,t2r_75,t2r_window,elu,rfa] [--lengths=512,1024,...,32768] [--batch=16]
-    [--dtype=bfloat16] [--largest_batch] [--whole] [--prompt=N] [--peers] [--budget_seconds=N] [--again]
-    [--device_report]
+    [--rows=transformer,t2r,t2r_unmerged,t2r_75,t2r_window,t2r_hybrid,elu,rfa] [--lengths=512,1024,...,32768]
+    [--batch=16] [--dtype=bfloat16] [--weights=bfloat16,int8] [--window=32] [--largest_batch] [--whole] [--prompt=N]
+    [--peers --peer_lengths=512,4096 --peer_names=hugging_face_static] [--budget_seconds=N] [--again] [--device_report]
 t2r benchmark decode --preset=paper_mt ...         (translation: sources as long as the outputs, timed separately)
 t2r benchmark decode --model=DIRECTORY ...         (the architecture of a model; --rows=model: without conversion)
 t2r benchmark decode --preset=paper_mt --topology=v2:2x2 ...    (the TPU compiler's estimate; nothing is run)
@@ -11,6 +11,8 @@ t2r benchmark decode --preset=paper_mt --topology=v2:2x2 ...    (the TPU compile
 Decoding is greedy and unconditional, with random weights. All steps of one length cost the same, so only the last
 --steps steps are timed; --whole times all of them. The floor is the number of bytes of weights and state that a step
 reads and writes, divided by the memory bandwidth that is measured in the same run.
+
+--weights=bfloat16,int8 measures each model twice, with matrices in bfloat16 and in 8 bits, each row with a scale.
 
 On GPU, transformers and T2R decode with a few fused kernels per layer (bfloat16, batches up to 64), and the paper's T2R
 language models with one kernel for all layers (batches up to 16). The rows transformer_plain and t2r_plain decode
@@ -29,6 +31,7 @@ from t2r.commands import _benchmark as shared
 RESUMES = True  # after an interruption
 
 _MODELS, _TOPOLOGY, _OUTPUT = shared.define_models(), shared.define_topology(), shared.define_output()
+_WEIGHTS = flags.DEFINE_list("weights", None, "Types of the matrices: that of --dtype, which is the default, and int8.")
 _STEPS = flags.DEFINE_integer("steps", 256, "Timed steps in each repetition.", lower_bound=1)
 _WHOLE = flags.DEFINE_bool("whole", False, "Time all steps of a generation.")
 _PROMPT = flags.DEFINE_integer("prompt", 0, "Language models: also time the prefill of N tokens.")
@@ -39,6 +42,9 @@ _LARGEST_AT = flags.DEFINE_list(
 )
 _PEERS = flags.DEFINE_bool("peers", False, "Also measure other libraries, if installed.")
 _PEER_LENGTHS = flags.DEFINE_list("peer_lengths", None, "Lengths for --peers; default: the shortest.")
+_PEER_NAMES = flags.DEFINE_list(
+    "peer_names", ["hugging_face", "hugging_face_static", "flash_linear_attention"], "Libraries for --peers."
+)
 
 
 def main() -> dict[str, Any]:
@@ -47,10 +53,11 @@ def main() -> dict[str, Any]:
 
     from t2r.benchmark.decode import DecodeOptions, benchmark_decode
 
-    request = shared.request(_MODELS)
+    request = shared.request(_MODELS, weights=_WEIGHTS.value)
     peers = shared.parse_lengths(_PEER_LENGTHS.value or [str(request.lengths[0])]) if _PEERS.value else ()
     longest = [str(4096 if 4096 in request.lengths else request.lengths[-1])]
     largest = shared.parse_lengths(_LARGEST_AT.value or longest) if _LARGEST.value else ()
     options = DecodeOptions(_STEPS.value, _WHOLE.value, _SECONDS.value, _PROMPT.value, tuple(largest))
     target = shared.topology(_TOPOLOGY)
-    return benchmark_decode(request, options, shared.output(_OUTPUT), peer_lengths=peers, **target)
+    peering = {"peer_lengths": peers, "peer_names": _PEER_NAMES.value}
+    return benchmark_decode(request, options, shared.output(_OUTPUT), **peering, **target)

@@ -1,6 +1,7 @@
 """The first step of conversion: softmax attention is replaced by linear attention, and nothing else changes (§2.2)."""
 
 import dataclasses
+import re
 from collections import Counter
 from typing import Any
 
@@ -147,11 +148,14 @@ def linearize(
 
 
 def layers_to_keep(keep: str, layers: int) -> set[int]:
-    """The layers that stay softmax: `none`, `every_4th` from the top (the paper's T2R 75%), or a list like `0,4,8`."""
+    """The layers that stay softmax: `none`, `every_4th` (8th, ...) from the top, or a list like `0,4,8`.
+
+    The paper's T2R 75% keeps every fourth.
+    """
     if keep == "none":
         return set()
-    if keep == "every_4th":
-        return set(range(layers - 1, -1, -4))
+    if every := re.fullmatch(r"every_([1-9]\d*)(st|nd|rd|th)", keep):
+        return set(range(layers - 1, -1, -int(every[1])))
     try:
         kept = {int(layer) for layer in keep.split(",")}
     except ValueError:

@@ -102,7 +102,7 @@ def _prefill_in_chunks(
     graph, arrays = nnx.split(model)
     for first in range(0, width, chunk):
         part = slice(first, first + chunk)
-        state = _prefill(graph, arrays, state, tokens[:, part], mask[:, part])
+        state = read_chunk(graph, arrays, state, tokens[:, part], mask[:, part])
     return state
 
 
@@ -111,7 +111,8 @@ def _last(sequences: Sequence[Sequence[int]]) -> Int[Array, "b"]:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _prefill(graph, arrays, state: DecodeState, tokens: Array, mask: Array) -> DecodeState:
+def read_chunk(graph, arrays, state: DecodeState, tokens: Array, mask: Array) -> DecodeState:
+    """The state after some more tokens of each sequence; those where `mask` is False are padding."""
     return nnx.merge(graph, arrays)(tokens, state=state, mask=mask)[1]
 
 

@@ -398,11 +398,32 @@ _WIKITEXT_103 = dict(
 # Translation models have the norm after each residual branch, as in Vaswani et al. (2017) and in fairseq.
 _TRANSLATION = dict(norm_placement="after", final_norm=False)
 
+# Llama and the models that follow it.
+_LLAMA = dict(
+    positions="rotary", norm="rms", activation="swish", gated=True, bias=False, scale_embedding=False, tied_output=True
+)
+
 PRESETS: dict[str, dict[str, Any]] = {
     # The paper's language model (§3.2.1): 32 layers, 8 heads of 128 dimensions, dropout and layer dropout 0.2.
     "paper_lm": dict(_WIKITEXT_103, layers=32, dropout=0.2, layer_dropout=0.2),
     # The model that one follows, Baevski & Auli (2019): 16 layers, dropout 0.3, no layer dropout; 247M parameters.
     "baevski_lm": dict(_WIKITEXT_103, layers=16, dropout=0.3),
+    # SmolLM2-135M and Llama-3.2-1B: models that people have.
+    "smollm2_135m": dict(
+        _LLAMA, vocab_size=49_152, layers=30, width=576, heads=9, kv_heads=3, feedforward=1536, rope_theta=100_000.0
+    ),
+    "llama_1b": dict(
+        _LLAMA,
+        vocab_size=128_256,
+        layers=16,
+        width=2048,
+        heads=32,
+        kv_heads=8,
+        feedforward=8192,
+        rope_theta=500_000.0,
+        rope_scaling="llama3",
+        rope_factor=32.0,
+    ),
     # Small enough to train on two CPU cores; the size of builtin:tiny_lm.
     "tiny_lm": dict(vocab_size=4096, layers=4, width=192, heads=3, feedforward=768),
     # Writes short stories: a smaller vocabulary and more layers; the size of builtin:stories.
@@ -425,6 +446,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     # The same structure as tiny_mt, in a size for tests.
     "micro_mt": dict(_TRANSLATION, vocab_size=60, layers=2, encoder_layers=1, width=32, heads=2, feedforward=64),
+    # The structure of llama_1b, in a size for tests.
+    "micro_llama": dict(_LLAMA, vocab_size=64, layers=2, width=32, heads=4, kv_heads=2, feedforward=64),
     # The structure of paper_lm, adaptive embeddings included, in a size for tests.
     "micro_lm": dict(
         vocab_size=260, layers=2, width=32, heads=2, feedforward=64, final_norm=False, adaptive_cutoffs=(40, 120)

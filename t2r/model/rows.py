@@ -6,7 +6,6 @@ four times as fast as float32 (results/NOTES.md). `for_decoding` replaces a mode
 model, its states included, stays as it is.
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -177,8 +176,7 @@ def for_decoding(model: LanguageModel, weights: str = "float32") -> LanguageMode
                 setattr(module, name, RowLinear(child, weights))
             elif type(child) is PlainEmbedding:
                 setattr(module, name, RowEmbedding(child, weights))
-    if weights == "int8":  # the kernels read other layouts
-        model.config = dataclasses.replace(model.config, kernels="off")
+    model.weights = weights  # `kernels.decoding.support` asks for it
     return model
 
 

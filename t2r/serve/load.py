@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from t2r.console import Progress, say, table
+from t2r.environment import process_bytes
 from t2r.errors import InputError
 
 CONNECTING = 128  # connections that are opened at a time: a server's kernel refuses thousands at once
@@ -225,11 +225,8 @@ def percentile(values: list[float], share: int) -> float | None:
 
 def resident(process: int | None) -> float | None:
     """MiB of memory that a process has, on Linux."""
-    try:
-        text = Path(f"/proc/{process}/status").read_text()
-    except OSError:
-        return None
-    return round(int(re.search(r"VmRSS:\s+(\d+)", text)[1]) / 1024, 1)
+    size = None if process is None else process_bytes(process)
+    return None if size is None else round(size / 2**20, 1)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from t2r.benchmark.steps import Decoder, abstract_generation, attention_bytes, r
 from t2r.environment import total_bytes
 from t2r.errors import InputError
 from t2r.model.config import AttentionSpec, preset
+from t2r.model.parameters import arrays_of, parameter_count
 from t2r.model.state_size import state_bytes
 
 PAPER_LM = preset("paper_lm", vocab_size=32_768, adaptive_cutoffs=(), layers=2)  # of 32 equal ones
@@ -53,12 +54,25 @@ def test_the_models_of_the_paper():
     assert converted(rotary, "transformer").attention == converted(rotary, "transformer").replace().attention
     assert converted(rotary, "model") == rotary
     windowed = converted(config, "t2r_window")
-    assert {(spec.kind, spec.window, spec.sinks) for spec in windowed.attention} == {("windowed", 64, 4)}
+    assert {(spec.kind, spec.window, spec.sinks) for spec in windowed.attention} == {("windowed", 32, 4)}
     assert {spec.kind for spec in windowed.cross_attention} == {"linear"}
     for row in ("transformer", "t2r"):  # the window belongs to the conversion
         assert converted(windowed, row) == converted(config, row)
     sliding = micro(attention=(AttentionSpec(window=5),))
     assert converted(sliding, "transformer") == sliding, "a sliding window belongs to the transformer"
+
+
+@pytest.mark.parametrize(
+    "name, parameters, kept", [("smollm2_135m", 134_515_008, [5, 13, 21, 29]), ("llama_1b", 1_235_814_400, [7, 15])]
+)
+def test_the_models_that_people_have(name, parameters, kept):
+    """As many parameters as the published models; of the hybrid, every eighth layer is softmax."""
+    config = preset(name)
+    assert parameter_count(arrays_of(abstract_inference_model(config, "bfloat16"))) == parameters
+    assert default_variants(config) == ["transformer", "t2r", "t2r_window", "t2r_hybrid"]
+    hybrid = converted(config, "t2r_hybrid", window=16).attention
+    assert [layer for layer, spec in enumerate(hybrid) if spec.kind == "softmax"] == kept
+    assert {(spec.features, spec.window, spec.sinks) for spec in hybrid if spec.kind == "windowed"} == {(32, 16, 4)}
 
 
 @pytest.mark.parametrize(
@@ -70,11 +84,11 @@ def test_the_models_of_the_paper():
         ("t2r", 2 * 1024 * 256 + 2 * 256, 8 * 32 * 129 * 4, 8 * 32 * 129 * 4),
         ("elu", 2 * 1024**2 + 2 * 1024, 8 * 128 * 129 * 4, 8 * 128 * 129 * 4),
         ("rfa", 2 * 1024**2 + 2 * 1024 + 16 * 128 + 8 * 128, 8 * 32 * 129 * 4, 8 * 32 * 129 * 4),
-        # φ is not merged; the mixture has 8 · 129 values. Also read: 68 keys and values; written: one of each; a count.
+        # φ is not merged; the mixture has 8 · 129 values. Also read: 36 keys and values; written: one of each; a count.
         (
             "t2r_window",
             2 * 1024**2 + 2 * 1024 + 8 * 32 * 129 + 8 * 129,
-            8 * 32 * 129 * 4 + 68 * 2 * 1024 * 2 + 4,
+            8 * 32 * 129 * 4 + 36 * 2 * 1024 * 2 + 4,
             8 * 32 * 129 * 4 + 2 * 1024 * 2 + 4,
         ),
     ],
@@ -170,6 +184,23 @@ def test_decode_measures_and_resumes(call, tmp_path, quick_bandwidth):
     assert (tmp_path / "decode.png").exists() and (tmp_path / "decode.svg").exists()
 
 
+def test_decode_measures_8_bit_weights_beside_others(call, quick_bandwidth):
+    flags = ["--preset=micro_llama", "--dtype=float32", "--batch=2", "--seconds=0", "--steps=2", "--lengths=8"]
+    status, result = call("benchmark", "decode", *flags, "--rows=transformer,t2r", "--weights=float32,int8")
+    rows = {"transformer", "transformer_int8", "t2r", "t2r_int8"}
+    assert status == 0 and result["tokens_per_second"].keys() == result["fraction_of_floor"].keys() == rows
+
+
+def test_the_floor_of_8_bit_weights_is_a_byte_for_each_and_the_scales():
+    config = converted(preset("micro_llama", vocab_size=128), "t2r")
+    plain, rounded = (step_cost(abstract_inference_model(config, "bfloat16", kind), 4, 8) for kind in ("", "int8"))
+    # A layer's outputs (queries, keys and values, attention, feed-forward) and inputs; φ and norms stay in bfloat16.
+    outputs = 2 * (32 + 2 * 16 + 32 + 2 * 64 + 32) + 128
+    matrices = 2 * (32 * (32 + 2 * 16 + 32 + 3 * 64)) + 128 * 32
+    assert plain.weight_bytes - rounded.weight_bytes == matrices - 4 * outputs
+    assert plain.flops == rounded.flops and plain.read_bytes == rounded.read_bytes
+
+
 def test_encoding_is_measured_separately(call, quick_bandwidth):
     flags = ["--preset=micro_mt", "--dtype=float32", "--batch=2", "--seconds=0", "--lengths=8", "--rows=t2r", "--whole"]
     status, result = call("benchmark", "decode", *flags)
@@ -205,6 +236,8 @@ def test_attention_is_measured_forward_and_backward(call, tmp_path):
         (["--preset=micro_lm", "--field=vocab=3"], "unknown field 'vocab'"),
         (["--preset=micro_lm", "--field=layers=many"], "layers='many' must be of type int"),
         (["--preset=micro_lm", "--lengths=8,many"], "whole numbers"),
+        (["--preset=micro_lm", "--weights=float32,int4"], "--weights=float32, int4: choose from bfloat16.* int8"),
+        (["--preset=micro_lm", "--peers", "--peer_names=vllm"], "--peer_names=vllm: choose from hugging_face"),
         (["--preset=micro_lm", "--topology=v1:2x2"], "known TPUs: v2"),
     ],
 )

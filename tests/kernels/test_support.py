@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from conftest import micro
 from t2r.kernels.decoding import support as decoding
 from t2r.kernels.support import Device, gpu_has_kernels, has_flash_attention, kernel_platform, this_device
 from t2r.model.config import AttentionSpec
 from t2r.model.parameters import abstract_model
+from t2r.model.rows import for_decoding
 
 H200, A100, A10 = (Device("gpu", f"NVIDIA {n}", c) for n, c in (("H200", (9, 0)), ("A100", (8, 0)), ("A10", (8, 6))))
 V100, B200 = Device("gpu", "Tesla V100", (7, 0)), Device("gpu", "NVIDIA B200", (10, 0))
@@ -35,6 +37,19 @@ def test_gpu_kernels_run_on_what_they_were_written_for(device, auto, on):
         model = abstract_model(micro(**sizes, kernels=kernels, dtype="bfloat16", adaptive_cutoffs=()))
         assert decoding.available(model, 4, device) == expected
         assert not decoding.available(model, 65, device)
+
+
+def test_matrices_in_8_bits_have_the_kernel_that_takes_them(monkeypatch):
+    """Not those that would read a rounded copy in bfloat16, which is not smaller."""
+    monkeypatch.setattr(decoding.cuda, "clusters_at_once", lambda *sizes: decoding.ALL_LAYERS_CLUSTERS)
+    monkeypatch.setattr(decoding, "this_device", lambda: H200)
+    sizes = dict(width=256, heads=2, head_dim=128, feedforward=1024, attention=(AttentionSpec("merged", "t2r", 32),))
+    model = abstract_model(micro(**sizes, dtype="bfloat16", adaptive_cutoffs=()))
+    rounded = nnx.eval_shape(lambda model: for_decoding(model, "int8"), model)
+    monkeypatch.setattr(decoding, "takes_int8", lambda: False)
+    assert decoding.choice(model, 4) == "layers" and decoding.choice(rounded, 4) is None
+    monkeypatch.setattr(decoding, "takes_int8", lambda: True)
+    assert decoding.choice(model, 4) == "layers" and decoding.choice(rounded, 4) == "all"
 
 
 def test_tpu_kernels_are_asked_for():

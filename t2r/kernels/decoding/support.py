@@ -126,6 +126,16 @@ def all_layers_slower(config: Any) -> list[str]:
     return [f"{problem}, with which XLA may be faster (kernels=on: a kernel all the same)" for problem in problems]
 
 
+def in_8_bits(model: Any) -> bool:
+    """Whether a model's matrices are integers of 8 bits, each row with a scale: see `t2r.model.rows`."""
+    return getattr(model, "weights", None) == "int8"
+
+
+def takes_int8() -> bool:
+    """Whether the kernel of all layers for many architectures reads matrices in 8 bits."""
+    return False
+
+
 def all_layers_available(model: Any, batch: int, device: Device | None = None) -> bool:
     """Whether the kernel of all layers for many architectures runs this model: on an H100 or H200, in bfloat16.
 
@@ -135,6 +145,8 @@ def all_layers_available(model: Any, batch: int, device: Device | None = None) -
     if not gpu_has_kernels(config.kernels, device) or device.capability != HOPPER:
         return False
     problems = all_layers_problems(model) + (all_layers_slower(config) if config.kernels == "auto" else [])
+    if in_8_bits(model) and not takes_int8():
+        problems.append("its matrices have 8 bits")
     if batch > ALL_LAYERS_SEQUENCES:
         problems.append(f"the batch has more than {ALL_LAYERS_SEQUENCES} sequences")
     if config.dtype != "bfloat16":
@@ -155,7 +167,7 @@ def _say_once(text: str) -> None:
 
 def choice(model: Any, batch: int) -> str | None:
     """The decoding kernels for a model: "one" or "all", one kernel of all layers; "layers", some for each; None."""
-    if available(model, batch):
+    if not in_8_bits(model) and available(model, batch):
         return "one" if one_kernel_available(model, batch) else "layers"
     return "all" if all_layers_available(model, batch) else None
 
