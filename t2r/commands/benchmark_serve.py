@@ -27,6 +27,15 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of
 _WEIGHTS = flags.DEFINE_enum(
     "weights", "float32", ["float32", "int8"], "Type of the matrices; int8: 8 bits, rounded, fastest on CPUs."
 )
+_KERNELS = flags.DEFINE_enum(
+    "kernels",
+    "auto",
+    ["auto", "on", "off"],
+    "GPU kernels for decoding; auto: where they are faster; on: wherever one exists; off: never.",
+)
+_CAPACITY = flags.DEFINE_integer(
+    "capacity", 0, "Most tokens of a prompt and its answer; 0: as `t2r serve`.", lower_bound=0, upper_bound=2**30
+)
 
 
 def main() -> dict[str, Any]:
@@ -44,7 +53,8 @@ def main() -> dict[str, Any]:
     else:
         arguments = [f"--model={_MODEL.value}", f"--slots={_SLOTS.value or streams}", f"--queue={max(streams, 1024)}"]
         arguments += [f"--transformer={_TRANSFORMER.value}"] if _TRANSFORMER.value else []
-        arguments += [f"--dtype={_DTYPE.value}", f"--weights={_WEIGHTS.value}"]
+        arguments += [f"--dtype={_DTYPE.value}", f"--weights={_WEIGHTS.value}", f"--kernels={_KERNELS.value}"]
+        arguments += [f"--capacity={_CAPACITY.value}"]
         running = load.started([*arguments, "--cache_mib=0", "--timeout=3600"])
     with running as (url, process):
         options = dict(length=_LENGTH.value, words=_WORDS.value, ramp_up=_RAMP_UP.value, check=_CHECK.value)

@@ -23,6 +23,9 @@ _LENGTH = flags.DEFINE_integer("length", 512, "Most tokens of an answer.", lower
 _SEED = flags.DEFINE_integer("seed", None, "Random seed; default: another one each time.", lower_bound=0)
 _TEMPLATE = flags.DEFINE_string("chat_template", None, "File with a chat template, for a model that has none.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
+_WEIGHTS = flags.DEFINE_enum(
+    "weights", "float32", ["float32", "int8"], "Type of the matrices; int8: 8 bits, rounded, fastest on CPUs."
+)
 
 
 def main() -> dict[str, Any]:
@@ -35,7 +38,7 @@ def main() -> dict[str, Any]:
     if sys.stdin is None:
         raise InputError("standard input is closed: t2r chat reads messages from it")
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
-    options = dict(template=_TEMPLATE.value, system=_SYSTEM.value, dtype=_DTYPE.value)
+    options = dict(template=_TEMPLATE.value, system=_SYSTEM.value, dtype=_DTYPE.value, weights=_WEIGHTS.value)
     conversation = Conversation(_MODEL.value, sampling=sampling, **options)
     try:
         converse(conversation, _lines(), _write, most=_LENGTH.value, seed=_SEED.value)

@@ -43,6 +43,12 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of
 _WEIGHTS = flags.DEFINE_enum(
     "weights", "float32", ["float32", "int8"], "Type of the matrices; int8: 8 bits, rounded, fastest on CPUs."
 )
+_KERNELS = flags.DEFINE_enum(
+    "kernels",
+    "auto",
+    ["auto", "on", "off"],
+    "GPU kernels for decoding; auto: where they are faster; on: wherever one exists; off: never.",
+)
 
 
 def main() -> dict[str, Any]:
@@ -61,6 +67,7 @@ def main() -> dict[str, Any]:
         template=_TEMPLATE.value,
         dtype=_DTYPE.value,
         weights=_WEIGHTS.value,
+        kernels=_KERNELS.value,
         body_kib=_BODY.value,
         grace=_GRACE.value,
     )

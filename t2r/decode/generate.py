@@ -131,11 +131,16 @@ def step(model: Any, generation: Generation, sampling: Sampling, end: StopIds) -
     return Generation(state, token, generation.done | stopped, jax.random.key_data(key))
 
 
-def packed_weights(model: LanguageModel, batch: int) -> Any:
-    """The weights in the decoding kernels' layout, for `scan_steps`; None without a kernel or enough free memory."""
+def packed_weights(model: LanguageModel, batch: int, *, own_lengths: bool = False) -> Any:
+    """The weights in the decoding kernels' layout, for `decoder`; None without a kernel or enough free memory.
+
+    With `own_lengths`, each sequence has a place of its own in the caches of softmax layers (see `KVCache.index`).
+    """
     kernels = kernel_support.choice(model, batch)
     if kernels is None or load_kernels("decoding.fused_model") is None:
         return None
+    if kernels == "all" and own_lengths and any(block.attention.kind == "softmax" for block in model.blocks):
+        return None  # that kernel writes all sequences at one place
     if kernels == "all" and not load_kernels("decoding.all_layers").fits(model, batch):
         return None
     free, arguments = available_memory(), (*nnx.split(model), kernels, batch)
@@ -149,6 +154,11 @@ def _pack(graph, arrays, kernels: str, batch: int) -> Any:
     return load_kernels("decoding.fused_model").pack_model(nnx.merge(graph, arrays), kernels, batch)
 
 
+def decoder(model: LanguageModel, packed: Any = None) -> Any:
+    """What computes decoding steps: the kernels, with weights `packed` for them, or the model itself."""
+    return load_kernels("decoding.fused_model").FusedModel(model, packed) if packed else model
+
+
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5), donate_argnums=2)
 def scan_steps(
     graph,
@@ -160,11 +170,10 @@ def scan_steps(
     packed: Any = None,
 ) -> tuple[Generation, Int[Array, "count b"]]:
     """`count` decoding steps in one compiled loop; with `packed` weights they run in the decoding kernels."""
-    model = nnx.merge(graph, arrays)
-    decoder = load_kernels("decoding.fused_model").FusedModel(model, packed) if packed else model
+    model = decoder(nnx.merge(graph, arrays), packed)
 
     def body(generation, _):
-        generation = step(decoder, generation, sampling, end)
+        generation = step(model, generation, sampling, end)
         return generation, generation.last
 
     return jax.lax.scan(body, generation, length=count)

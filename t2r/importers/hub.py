@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from t2r.console import say
 from t2r.errors import InputError
@@ -52,17 +52,33 @@ def download(name: str) -> Downloaded:
 
 
 def _snapshot(name: str, files: list[str]) -> Path:
-    """The folder of the hub's cache with these files of a model. HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, ... hold."""
+    """The folder of the hub's cache with these files of a model. HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, ... hold.
+
+    A progress bar is shown for weights only, and not where they are all there.
+    """
     repository, revision = NAME.fullmatch(name).groups()
     try:
         hub = require("huggingface_hub", "hub")
     except InputError as error:
         raise InputError(f"{name} is not on this machine; to take it from the Hugging Face hub, {error}") from None
-    from huggingface_hub.utils import logging
+    from huggingface_hub.utils import logging, tqdm
+
+    class Silent(tqdm):
+        def __init__(self, *arguments: Any, **options: Any):
+            super().__init__(*arguments, **(options | {"disable": True}))
+
+    def ask(files: list[str], revision: str | None, **options: Any) -> Path:
+        options = dict(revision=revision, allow_patterns=files, ignore_patterns="*/*") | options
+        return Path(hub.snapshot_download(repository, **options))
 
     logging.set_verbosity_error()  # what a warning would say is in the error below
     try:
-        return Path(hub.snapshot_download(repository, revision=revision, allow_patterns=files, ignore_patterns="*/*"))
+        folder = ask(["config.json"], revision, tqdm_class=Silent)
+        if files == ["config.json"]:
+            return folder
+        weights = [path for path in files if path.endswith(".safetensors")]
+        is_there = any(path.exists() for pattern in weights for path in folder.glob(pattern))
+        return ask(files, folder.name, tqdm_class=Silent if is_there else None)
     except Exception as error:  # the library raises its own, those of its HTTP library, and those of the file system
         raise InputError(f"{name} is not on this machine, and {_reason(error, repository, revision)}") from None
 

@@ -14,6 +14,7 @@ from t2r.decode.sampling import Sampling
 from t2r.decode.text import check_language_model
 from t2r.errors import InputError
 from t2r.importers import by_name
+from t2r.model.rows import for_decoding
 from t2r.serve.problem import Problem
 from t2r.serve.scheduler import Request, Scheduler
 from t2r.serve.served import capacity_of
@@ -32,9 +33,12 @@ class Conversation:
         template: str | None = None,
         system: str | None = None,
         dtype: str = "float32",
+        weights: str = "float32",
     ):
         loaded = by_name.load(model, dtype=dtype)
         check_language_model(loaded)
+        if weights == "int8":
+            loaded = loaded._replace(model=for_decoding(loaded.model, "int8"))
         self._template = _required(find_template(loaded.tokenizer, template), model)
         self._tokenizer, self._stops = loaded.tokenizer, stop_ids(loaded.tokenizer)
         self._sampling, self._system, self._events = sampling, system, queue.Queue()
@@ -78,7 +82,7 @@ class Conversation:
                 raise InputError(event.problem.message)
             tokens.append(event.token)
             finish = event.finish
-            piece = shown.add(event.token)
+            piece = shown.add([event.token])
             written += piece
             yield piece
         if not finish:

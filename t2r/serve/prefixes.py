@@ -53,6 +53,8 @@ class PrefixCache:
 
     def longest(self, ids: Sequence[int]) -> Prefix | None:
         """The longest prefix of these tokens that is kept."""
+        if not self._by_hash:
+            return None
         for length, name in reversed(list(enumerate(_hashes(ids), 1))):
             prefix = self._by_hash.get(name)
             if prefix is not None and prefix.ids == tuple(ids[:length]):

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from t2r.decode.sampling import Sampling
 from t2r.serve.prefixes import PrefixCache
 from t2r.serve.problem import Problem
-from t2r.serve.slots import Beginning, LogProbs, Slots
+from t2r.serve.slots import CHUNKS, Beginning, LogProbs, Slots
 
 GREEDY = Sampling()
 
@@ -66,16 +67,41 @@ class _Sequence:
     request: Request
     choice: int
     slot: int = -1
-    read: int = 0  # tokens that the state in the slot has read, steps under way included
     last_read: int = 0  # which call read a part of the prompt last
     tokens: list[int] = field(default_factory=list)  # generated so far
     start: Any = None  # (state, tokens read) of the first choice, for the others
     ended: bool = False
 
+
+class _Progress:
+    """How far the sequence in each slot is; as arrays, since each turn asks this of all slots."""
+
+    def __init__(self, slots: int):
+        self.taken = np.zeros(slots, bool)
+        self.read = np.zeros(slots, int)  # tokens that the state in the slot has read, steps under way included
+        self.prompt = np.zeros(slots, int)  # tokens to read before the first step, which reads the prompt's last one
+
     @property
-    def unread(self) -> list[int]:
-        """The tokens of the prompt that must be read before the first step, which reads the last one."""
-        return self.request.ids[self.read : -1]
+    def longest(self) -> int:
+        """Tokens of the longest sequence after the next chunk of its prompt, or after the next step."""
+        return int((self.read + np.clip(self.prompt - self.read, 1, CHUNKS[-1])).max())
+
+    @property
+    def decoding(self) -> Int[np.ndarray, "n"]:
+        """The slots whose prompt is read."""
+        return np.flatnonzero(self.taken & (self.read >= self.prompt))
+
+    def unread(self, sequence: _Sequence) -> int:
+        """How many tokens of a prompt are still to be read."""
+        return max(int(self.prompt[sequence.slot] - self.read[sequence.slot]), 0)
+
+    def begin(self, sequence: _Sequence, read: int) -> None:
+        slot = sequence.slot
+        self.taken[slot], self.read[slot], self.prompt[slot] = True, read, len(sequence.request.ids) - 1
+
+    def end(self, sequence: _Sequence) -> None:
+        slot = sequence.slot
+        self.taken[slot], self.read[slot], self.prompt[slot] = False, 0, 0
 
 
 @dataclass
@@ -113,6 +139,8 @@ class Scheduler:
         # Of the scheduler's thread only.
         self._waiting = collections.deque[_Sequence]()
         self._in_slots: dict[int, _Sequence] = {}
+        self._reading: dict[int, _Sequence] = {}  # those of them whose prompt is not read to its end
+        self._progress = _Progress(slots.count)
         self._followers: dict[Request, list[_Sequence]] = {}  # choices that wait for the first one's state
         self._last_step: tuple[Any, LogProbs | None, list[_Sequence]] | None = None
         self._events: list[Event] = []
@@ -216,15 +244,16 @@ class Scheduler:
         return closing is None or bool(self._in_slots or self._last_step)
 
     def _drop(self, cancelled: list[tuple[Request, int | None]]) -> None:
-        for request, choice in cancelled:
-            own = lambda s, r=request, c=choice: s.request is r and c in (None, s.choice)  # noqa: E731
-            for sequence in [s for s in (*self._in_slots.values(), *self._waiting) if own(s)]:
-                if sequence.tokens:
+        if not cancelled:
+            return
+        meant = set(cancelled)
+        followers = [s for request, _ in cancelled for s in self._followers.get(request, [])]
+        for sequence in [*self._in_slots.values(), *self._waiting, *followers]:
+            if (sequence.request, None) in meant or (sequence.request, sequence.choice) in meant:
+                if sequence.tokens and not sequence.ended:
                     self._keep(sequence)
                 self._end(sequence)
-            followers = self._followers.get(request, [])
-            for sequence in [s for s in followers if own(s)]:
-                self._end(sequence)
+        for request, _ in cancelled:
             self._release_followers(request)
 
     def _admit(self) -> None:
@@ -233,67 +262,74 @@ class Scheduler:
         begun = []  # with the state that each begins with
         for slot in itertools.islice(free, len(self._waiting)):
             sequence = self._waiting.popleft()
-            request, state = sequence.request, None
+            request, state, read = sequence.request, None, 0
             if sequence.start is not None:
-                state, sequence.read = sequence.start
+                state, read = sequence.start
             elif (prefix := self.prefixes.longest(request.ids[:-1])) is not None:
-                state, sequence.read = prefix.state, len(prefix.ids)
-                request.cached = sequence.read
-                self.counters.cached_tokens += sequence.read
+                state, read = prefix.state, len(prefix.ids)
+                request.cached = read
+                self.counters.cached_tokens += read
             if sequence.choice == 0:
                 self.counters.prompt_tokens += len(request.ids)
             sequence.slot, sequence.start = slot, None
+            self._in_slots[slot] = sequence
+            self._progress.begin(sequence, read)
             begun.append((sequence, state))
-        self._in_slots |= {sequence.slot: sequence for sequence, _ in begun}
         self._fit()
         if begun:
             self.slots.begin([_beginning(sequence) for sequence, _ in begun])
         for sequence, state in begun:
             if state is not None:
                 self.slots.load(sequence.slot, state)
-            if not sequence.unread:
+            if self._progress.unread(sequence):
+                self._reading[sequence.slot] = sequence
+            else:
                 self._prompt_is_read(sequence)
 
     def _fit(self) -> None:
         """Arrays large enough for what is in the slots, and for what the next chunk or step adds."""
-        if self._in_slots:  # one more than is read: a step reads the last token
-            longest = max(s.read + (min(len(s.unread), self._chunk(s)) or 1) for s in self._in_slots.values())
-            self.slots.fit(max(self._in_slots) + 1, longest)
+        if self._in_slots:
+            self.slots.fit(max(self._in_slots) + 1, self._progress.longest)
 
     def _chunk(self, sequence: _Sequence) -> int:
-        return self.slots.chunk_of(len(sequence.unread))
+        return self.slots.chunk_of(self._progress.unread(sequence))
 
     def _read_prompts(self) -> None:
         """One chunk of the prompt that was not read for longest, and of others whose next chunk has the same length."""
-        reading = sorted((s for s in self._in_slots.values() if s.unread), key=lambda s: s.last_read)
-        if not reading:
+        if not self._reading:
             return
         self._reads += 1
+        reading, read = sorted(self._reading.values(), key=lambda s: s.last_read), self._progress.read
         chunk = self._chunk(reading[0])
         group = [s for s in reading if self._chunk(s) == chunk][: self.slots.rows_of(chunk)]
-        self.slots.read([s.slot for s in group], [s.unread[:chunk] for s in group], chunk)
-        for sequence in group:
-            sequence.read += len(sequence.unread[:chunk])
+        parts = [s.request.ids[read[s.slot] : -1][:chunk] for s in group]
+        self.slots.read([s.slot for s in group], parts, chunk)
+        for sequence, part in zip(group, parts):
+            read[sequence.slot] += len(part)
             sequence.last_read = self._reads
-            if not sequence.unread:
+            if not self._progress.unread(sequence):
+                del self._reading[sequence.slot]
                 self._prompt_is_read(sequence)
 
     def _prompt_is_read(self, sequence: _Sequence) -> None:
         """Keeps the state after a prompt, and lets the other choices of the request begin with it."""
         request, shares = sequence.request, sequence.request in self._followers
-        new = self.prefixes.keeps and sequence.choice == 0 and sequence.read > request.cached
+        read = int(self._progress.read[sequence.slot])
+        new = self.prefixes.keeps and sequence.choice == 0 and read > request.cached
         if not (shares or new):
             return
-        state = self.slots.copy(sequence.slot, sequence.read)
+        state = self.slots.copy(sequence.slot, read)
         if new:
             self.prefixes.add(request.ids[:-1], state)
-        self._release_followers(request, (state, sequence.read))
+        self._release_followers(request, (state, read))
 
     def _release_followers(self, request: Request, start: Any = None) -> None:
         """Lets the other choices begin; if the first was cancelled before its prompt was read, they read it."""
+        if request not in self._followers:
+            return
         if start is None and any(s.request is request and s.choice == 0 for s in self._waiting):
             return
-        if start is None and any(s.request is request and s.unread for s in self._in_slots.values()):
+        if start is None and any(s.request is request for s in self._reading.values()):
             return
         followers = [s for s in self._followers.pop(request, []) if not s.ended]
         for sequence in followers:
@@ -302,13 +338,12 @@ class Scheduler:
 
     def _step(self) -> tuple[Any, LogProbs | None, list[_Sequence]] | None:
         """Begins a decoding step of all slots whose prompt is read."""
-        active = [s for s in self._in_slots.values() if not s.unread]
-        if not active:
+        slots = self._progress.decoding
+        if not len(slots):
             return None
-        log_probs = any(s.request.log_probs for s in active)
-        tokens, extra = self.slots.step([s.slot for s in active], log_probs)
-        for sequence in active:
-            sequence.read += 1
+        active = [self._in_slots[slot] for slot in slots.tolist()]
+        tokens, extra = self.slots.step(slots, any(s.request.log_probs for s in active))
+        self._progress.read[slots] += 1
         self.counters.steps += 1
         return tokens, extra, active
 
@@ -319,12 +354,11 @@ class Scheduler:
         tokens, extra, active = step
         values = np.asarray(tokens).tolist()  # waits for the device
         extra = extra and jax.tree.map(np.asarray, extra)
+        active = [sequence for sequence in active if not sequence.ended]
+        self.counters.tokens += len(active)
         for sequence in active:
-            if sequence.ended:
-                continue
             request, token = sequence.request, values[sequence.slot]
             sequence.tokens.append(token)
-            self.counters.tokens += 1
             finish = "stop" if token in self._stops else "length" if len(sequence.tokens) == request.most else None
             log_probs = _of_slot(extra, sequence.slot) if request.log_probs else None
             self._events.append(Event(request, sequence.choice, token, finish, log_probs))
@@ -335,8 +369,9 @@ class Scheduler:
     def _keep(self, sequence: _Sequence) -> None:
         """Keeps the state after an answer: the next turn of a conversation begins with it."""
         if self.prefixes.keeps:
-            ids = (sequence.request.ids + sequence.tokens)[: sequence.read]
-            self.prefixes.add(ids, self.slots.copy(sequence.slot, sequence.read))
+            read = int(self._progress.read[sequence.slot])
+            ids = (sequence.request.ids + sequence.tokens)[:read]
+            self.prefixes.add(ids, self.slots.copy(sequence.slot, read))
 
     def _end(self, sequence: _Sequence) -> None:
         """Takes a sequence out of its slot or of the queue."""
@@ -345,6 +380,8 @@ class Scheduler:
         sequence.ended = True
         if self._in_slots.get(sequence.slot) is sequence:
             del self._in_slots[sequence.slot]
+            self._reading.pop(sequence.slot, None)
+            self._progress.end(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
         with self._changed:
@@ -379,6 +416,7 @@ class Scheduler:
         self._waiting.extend(submitted)
         self._events, self._last_step = [], None
         self._fail(Problem(500, f"the worker failed ({self.failure}) and {now}"))
+        self._reading, self._progress = {}, _Progress(self.slots.count)  # it may have failed between two of them
         with self._changed:
             self._unfinished = len(self._submitted)  # it may have failed between two counts
         self._send()

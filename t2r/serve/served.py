@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from t2r.console import say
 from t2r.data.chat_template import ChatTemplate, find_template
 from t2r.data.tokenizer import Tokenizer, stop_ids
@@ -68,9 +70,10 @@ class ServedModel:
         template: str | None = None,
         dtype: str = "float32",
         weights: str = "float32",
+        kernels: str = "auto",
     ):
         """`template` is a file with a chat template, for a model that has none; `weights` the type of the matrices."""
-        loaded = by_name.load(path, dtype=dtype)
+        loaded = by_name.load(path, dtype=dtype, kernels=kernels)
         check_language_model(loaded)
         if weights == "int8":
             loaded = loaded._replace(model=for_decoding(loaded.model, "int8"))
@@ -85,6 +88,8 @@ class ServedModel:
         self.stops = stop_ids(self.tokenizer)
         self.created = int(time.time())
         slots = Slots(loaded.model, limits.slots, self.capacity)
+        if (most := slots.most_by_kernels) or jax.default_backend() != "cpu":
+            say(f"{name}: {f'kernels decode up to {most} answers together, XLA more' if most else 'XLA decodes'}")
         slots.warm_up(everything=limits.warm_up)
         options = dict(queue=limits.queue, cache_bytes=limits.cache_mib * 2**20)
         self.scheduler = Scheduler(slots, self.stops, self._deliver, **options)
@@ -164,27 +169,31 @@ class _Answering:
 
     def pieces(self, events: list[Event], scheduler: Scheduler) -> list[Choice]:
         """One piece for each sequence that has new text or has ended."""
-        pieces: dict[int, Choice] = {}
+        together: dict[tuple[Request, int], list[Event]] = {}
         for event in events:
             if event.problem is not None:
                 raise event.problem
-            place = event.request, event.choice
-            if place not in self._open:
-                continue
-            index, text = self._open[place]
-            piece = pieces.setdefault(index, Choice(index, self._echo.pop(index, "")))
-            if event.token not in self._stops:
-                piece.text += text.add(event.token)
-                piece.tokens.append(event.token)
-                if event.log_probs is not None:
-                    piece.log_probs.append(event.log_probs)
-            if text.stopped and not event.finish:
-                scheduler.cancel(*place)
-            if event.finish or text.stopped:
-                piece.text += text.close()
-                piece.finish = "stop" if text.stopped else event.finish
-                del self._open[place]
-        return list(pieces.values())
+            together.setdefault((event.request, event.choice), []).append(event)
+        return [self._piece(place, own, scheduler) for place, own in together.items() if place in self._open]
+
+    def _piece(self, place: tuple[Request, int], events: list[Event], scheduler: Scheduler) -> Choice:
+        index, text = self._open[place]
+        piece = Choice(index, self._echo.pop(index, ""))
+        # Tokens that came together become text together; one by one where a stop string may end it between two.
+        for some in [[event] for event in events] if self._asked.stop else [events]:
+            shown = [event for event in some if event.token not in self._stops]
+            piece.tokens += [event.token for event in shown]
+            piece.text += text.add([event.token for event in shown])
+            piece.log_probs += [event.log_probs for event in shown if event.log_probs is not None]
+            if text.stopped:
+                break
+        if text.stopped and not some[-1].finish:
+            scheduler.cancel(*place)
+        if some[-1].finish or text.stopped:
+            piece.text += text.close()
+            piece.finish = "stop" if text.stopped else some[-1].finish
+            del self._open[place]
+        return piece
 
 
 async def collect(served: ServedModel, asked: Asked) -> dict[str, Any]:

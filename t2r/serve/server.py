@@ -28,6 +28,7 @@ def serve(
     template: str | None = None,
     dtype: str = "float32",
     weights: str = "float32",
+    kernels: str = "auto",
     body_kib: int = 1024,
     grace: float = 10.0,
 ) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def serve(
 
     listening = _listen(host, port)
     with contextlib.closing(listening):
-        options = dict(template=template, dtype=dtype, weights=weights)
+        options = dict(template=template, dtype=dtype, weights=weights, kernels=kernels)
         models = [ServedModel(model, _names([model])[0], limits, **options)]
         other = source_of(models[0]) if transformer is None else transformer if transformer != "none" else None
         if other:

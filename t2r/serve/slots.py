@@ -8,7 +8,7 @@ which the programs are compiled once.
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, UInt32
 
 from t2r.attention.softmax import KVCache
+from t2r.decode.generate import decoder, packed_weights
 from t2r.decode.sampling import Sampling, choose_each
 from t2r.environment import require_memory, total_bytes
 from t2r.model.transformer import DecodeState, LanguageModel
@@ -25,6 +26,8 @@ from t2r.model.transformer import DecodeState, LanguageModel
 LEAST_SPACE = 256  # tokens
 CHUNKS = (32, 256)  # tokens of a prompt that are read at once: the last of it, or more
 PATIENCE = 64  # steps for which arrays may be larger than needed
+SIZES = (1, 8, 64, 512, 4096, 32_768)  # slots of the arrays, besides all
+KERNEL_SIZES = (16, 32)  # in place of smaller ones where there are decoding kernels, which are as fast as for one
 ALTERNATIVES = 5  # likeliest tokens that come with log-probabilities
 
 
@@ -67,7 +70,7 @@ class Slots:
         # As a list, and bound to the programs: to flatten Flax's containers at each call would take as long as a step.
         self._weights, structure = jax.tree.flatten(arrays)
         merged = lambda weights: nnx.merge(graph, jax.tree.unflatten(structure, weights))  # noqa: E731
-        self._step = jax.jit(functools.partial(_step, merged), static_argnums=3, donate_argnums=1)
+        self._step = jax.jit(functools.partial(_step, merged), static_argnums=4, donate_argnums=2)
         self._read = jax.jit(functools.partial(_read, merged), donate_argnums=1)
         self._has_caches = any(block.attention.kind == "softmax" for block in model.blocks)
         needed = count * self.bytes_of(capacity)
@@ -76,7 +79,17 @@ class Slots:
         # Prompts that are read in one call: one for a single request, more when many begin together.
         many = max(count // 8, min(count, 4))
         self._rows = {CHUNKS[0]: sorted({1, many}), CHUNKS[1]: sorted({1, max(many // 8, 1)})}
+        kernel_sizes = sorted({min(size, count) for size in KERNEL_SIZES})
+        packed = {size: packed_weights(model, size, own_lengths=True) for size in kernel_sizes}
+        self._packed = {size: weights for size, weights in packed.items() if weights is not None}
+        sizes = [size for size in SIZES if size > self.most_by_kernels] + [*self._packed]
+        self._sizes = sorted({min(size, count) for size in (*sizes, count)})
         self.clear()
+
+    @property
+    def most_by_kernels(self) -> int:
+        """How many sequences the decoding kernels take at once; 0: XLA alone decodes this model."""
+        return max(self._packed, default=0)
 
     def clear(self) -> None:
         """All slots are empty, in new arrays."""
@@ -113,8 +126,7 @@ class Slots:
 
     def _size_for(self, slots: int, longest: int) -> tuple[int, int]:
         """(slots, space) of the arrays."""
-        powers = (8**power for power in range(self.count))
-        return min(next(size for size in powers if size >= slots), self.count), self._space_for(longest)
+        return next(size for size in self._sizes if size >= slots), self._space_for(longest)
 
     def _space_for(self, longest: int) -> int:
         return max(LEAST_SPACE, 1 << (longest - 1).bit_length()) if self._has_caches else 1
@@ -151,21 +163,21 @@ class Slots:
             padded[row, : len(ids)], counts[row], numbers[row] = ids, len(ids), slot
         self._sequences = self._read(self._weights, self._sequences, numbers, padded, counts)
 
-    def step(self, active: Collection[int], log_probs: bool) -> tuple[Int[Array, "slots"], LogProbs | None]:
+    def step(self, active: Int[np.ndarray, "n"], log_probs: bool) -> tuple[Int[Array, "slots"], LogProbs | None]:
         """One decoding step of the active slots: their new tokens; those of other slots mean nothing."""
         mask = np.zeros(self._size[0], bool)
-        mask[list(active)] = True
-        self._sequences, tokens, extra = self._step(self._weights, self._sequences, mask, log_probs)
+        mask[active] = True
+        packed = self._packed.get(self._size[0])
+        self._sequences, tokens, extra = self._step(self._weights, packed, self._sequences, mask, log_probs)
         return tokens, extra
 
     def warm_up(self, *, everything: bool) -> None:
         """Compiles the programs for one short sequence, or with `everything` those for all numbers and lengths."""
-        counts = dict.fromkeys(min(8**power, self.count) for power in range(self.count.bit_length() // 3 + 2))
         spaces = [self._space_for(1)]
         while everything and spaces[-1] < self._space_for(self.capacity):
             spaces.append(2 * spaces[-1])
         chunks = CHUNKS if everything else CHUNKS[:1]
-        for count, space in itertools.product(counts if everything else [1], spaces):
+        for count, space in itertools.product(self._sizes if everything else self._sizes[:1], spaces):
             self.fit(count, space)
             for number in {1, count}:
                 self.begin([Beginning(slot, 0, Sampling()) for slot in range(number)])
@@ -173,7 +185,7 @@ class Slots:
                 for rows in self._rows[chunk]:
                     self.read(range(min(rows, count)), [[0]] * min(rows, count), chunk)
             self.load(0, self.copy(0, 1))
-            self.step([0], False)[0].block_until_ready()
+            self.step(np.array([0]), False)[0].block_until_ready()
         self.clear()
 
     def copy(self, slot: int, length: int) -> DecodeState:
@@ -181,8 +193,8 @@ class Slots:
         return _copy(self._sequences.state, slot, self._space_for(length))
 
 
-def _step(merged: Callable, weights: list[Array], sequences: Sequences, active: Array, log_probs: bool):
-    model = merged(weights)
+def _step(merged: Callable, weights: list[Array], packed: Any, sequences: Sequences, active: Array, log_probs: bool):
+    model = decoder(merged(weights), packed)
     hidden, state = model(sequences.last[:, None], state=sequences.state, mask=active[:, None])
     scores = model.logits(hidden[:, 0])
     tokens, key = choose_each(scores, sequences.temperature, sequences.top_k, sequences.top_p, sequences.key)

@@ -1,5 +1,7 @@
 """Tokens of an answer to text, piece by piece: characters are never broken, and stop strings never shown."""
 
+from collections.abc import Sequence
+
 from t2r.data.tokenizer import Tokenizer
 from t2r.decode.text import TextStream
 
@@ -12,9 +14,9 @@ class AnswerText:
         self._stops, self._held, self._ready = stop_strings, "", []
         self.stopped = False  # a stop string has come; nothing more follows
 
-    def add(self, token: int) -> str:
-        """The new text that can be shown after this token."""
-        self._stream([[token]])
+    def add(self, tokens: Sequence[int]) -> str:
+        """The new text that can be shown after these tokens."""
+        self._stream([tokens])
         return self._take()
 
     def close(self) -> str:

@@ -150,7 +150,9 @@ def test_what_is_read_is_downloaded_once(repository, run):
         assert names == {"config.json", "model.safetensors", "tokenizer.json"}
         assert (Path(folder) / "model.safetensors").read_bytes() == (repository / "model.safetensors").read_bytes()
         server.requests.clear()
-        assert run("-c", DOWNLOAD, "org/llama", **endpoint(server)).stdout == first.stdout
+        again = run("-c", DOWNLOAD, "org/llama", **endpoint(server))
+        assert again.stdout == first.stdout
+        assert "Fetching" in first.stderr and "Fetching" not in again.stderr, "a progress bar for downloads only"
         assert not [path for path in server.requests if path.endswith("model.safetensors")]
         older = run("-c", DOWNLOAD, "org/llama@v1", **endpoint(server))
         assert older.stdout.splitlines()[1] == OLDER

@@ -1,6 +1,7 @@
 """The kernels of a decoding step, interpreted, against the model's own step."""
 
 import functools
+import queue
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,14 @@ from t2r.batch import PADDING
 from t2r.decode import generate
 from t2r.decode.generate import fork, generate_tokens, packed_weights, prefill, prefill_translation, scan_steps
 from t2r.decode.sampling import Sampling
+from t2r.kernels.decoding import all_layers, layer_kernels, one_kernel, support, tiles
 from t2r.kernels.decoding import fused_model as fused
-from t2r.kernels.decoding import layer_kernels, one_kernel, support, tiles
 from t2r.kernels.decoding.prefetch import lines_of_program
 from t2r.model.config import AttentionSpec
 from t2r.model.loss import source_states
 from t2r.model.parameters import abstract_model
+from t2r.serve import slots
+from t2r.serve.scheduler import Request, Scheduler
 from tests.conftest import error, make_model, micro, micro_mt, random_tokens, slow_but
 from tests.kernels.test_attention_kernels import imagined_gpu
 
@@ -128,6 +131,53 @@ def test_generation_uses_the_kernels_where_they_are_available(monkeypatch):
     assert calls
     monkeypatch.setattr(generate, "available_memory", lambda: 1000)
     assert packed_weights(model, 3) is None  # not enough memory for a second copy of the weights
+
+
+@pytest.mark.slow
+def test_the_server_uses_the_kernels_where_they_are_available(monkeypatch):
+    """In float32, interpreted: the same answers, of sequences that come and go; more than fit are XLA's."""
+    model = make_model(micro(attention=KINDS["both"], adaptive_cutoffs=()))
+    requests = lambda: [Request([1 + i, 2, 3, 4][: 2 + i], 3 + i, Sampling(i / 4), i) for i in range(3)]  # noqa: E731
+    plain, most = answers_of(model, 3, requests())
+    assert most == 0  # not on a CPU
+    monkeypatch.setattr(support, "available", lambda model, batch: batch <= 2)
+    monkeypatch.setattr(slots, "KERNEL_SIZES", (1, 2, 3))
+    monkeypatch.setattr(fused, "FusedModel", functools.partial(fused.FusedModel, interpret=True))
+    batches = []
+    count = lambda x, *args, **kw: batches.append(args[0].S.shape[0]) or linear_step(x, *args, **kw)  # noqa: E731
+    monkeypatch.setattr(fused, "linear_step", count)
+    assert answers_of(model, 3, requests()) == (plain, 2)
+    assert set(batches) <= {1, 2}
+    assert answers_of(model, 1, requests()) == (plain, 1)
+    assert 1 in batches
+
+
+def answers_of(model, count, requests):
+    """The tokens of each request in a server of this many slots, and how many of these the kernels take."""
+    events = queue.Queue()
+    scheduler = Scheduler(slots.Slots(model, count, 20), [], lambda some: [events.put(event) for event in some])
+    scheduler.start()
+    tokens, unfinished = {request: [] for request in requests}, len(requests)
+    for request in requests:
+        scheduler.submit(request)
+    while unfinished:
+        event = events.get(timeout=120)
+        assert event.problem is None, event.problem
+        tokens[event.request].append(event.token)
+        unfinished -= bool(event.finish)
+    scheduler.close(0)
+    scheduler.join(30)
+    return list(tokens.values()), scheduler.slots.most_by_kernels
+
+
+def test_the_kernel_of_all_layers_is_not_for_caches_of_different_lengths(monkeypatch):
+    monkeypatch.setattr(support, "choice", lambda model, batch: "all")
+    monkeypatch.setattr(all_layers, "fits", lambda model, batch: True)
+    hybrid, rnn = (
+        make_model(micro(attention=KINDS[kind], adaptive_cutoffs=(), feedforward=2048)) for kind in ("both", "t2r")
+    )
+    assert packed_weights(hybrid, 16, own_lengths=True) is None
+    assert packed_weights(hybrid, 16) is not None and packed_weights(rnn, 16, own_lengths=True) is not None
 
 
 linear_step = layer_kernels.linear_step

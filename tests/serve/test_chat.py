@@ -47,6 +47,15 @@ def test_the_state_is_kept_between_turns(rnn):
 
 
 @pytest.mark.slow
+def test_weights_of_8_bits_answer_what_generate_writes_with_them(rnn):
+    out, err = start(f"--model={rnn}", "--temperature=0", "--length=24", "--weights=int8").communicate("Why?\n", 120)
+    prompt = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    plain, rounded = t2r.load(rnn), t2r.for_decoding(t2r.load(rnn), "int8")
+    assert out.splitlines()[:-1] == t2r.generate(rounded, prompt, 24).splitlines(), err
+    assert t2r.generate(plain, prompt, 24) != t2r.generate(rounded, prompt, 24), "rounding makes a difference"
+
+
+@pytest.mark.slow
 def test_messages_may_be_piped(rnn):
     options = [f"--model={rnn}", "--temperature=0", "--length=6"]
     out, err = start(*options).communicate("Count.\n\n/reset\nCount.\n/what\n", timeout=120)

@@ -171,6 +171,22 @@ def test_a_cancelled_request_frees_its_slot(client):
     assert event.request is next_one
 
 
+def test_many_that_are_cancelled_together_free_slots_and_queue(client):
+    """Running, waiting, and choices that wait for the first one's state."""
+    client = client(slots=2)
+    many = [client.request("The", 500, choices=1 + i % 3) for i in range(12)]
+    for request in many:
+        client.scheduler.submit(request)
+    client.events.get(timeout=60)
+    for request in many[1:]:
+        client.scheduler.cancel(request)
+    client.scheduler.cancel(many[0], 0)
+    client.scheduler.submit(last := client.request("The lamp"))
+    while (event := client.events.get(timeout=60)).request is not last:
+        assert not event.finish
+    assert client.scheduler.status()["waiting"] == 0
+
+
 def test_a_full_queue_refuses_and_a_closed_one_ends(client):
     client = client(slots=1, queue=1)
     running, waiting = client.request("The", 400), client.request("The lamp", 2)

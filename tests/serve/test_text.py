@@ -10,7 +10,7 @@ from tests.conftest import PROSE
 def pieces(tokenizer, text: str, *stops: str) -> tuple[list[str], bool]:
     answer, shown = AnswerText(tokenizer, (tokenizer.stop,), stops), []
     for token in tokenizer.encode(text):
-        shown.append(answer.add(token))
+        shown.append(answer.add([token]))
         if answer.stopped:
             break
     return [*shown, answer.close()], answer.stopped
@@ -27,6 +27,14 @@ def test_characters_of_several_tokens_come_whole(bytes_and_words):
     assert "".join(shown) == text and not stopped
     assert not any("\ufffd" in piece for piece in shown)
     assert sum(bool(piece) for piece in shown) > 20
+
+
+def test_tokens_that_come_together_are_the_same_text(bytes_and_words):
+    text = "The 老狐狸 counts 🦊🦊 lamps, naïve Ärger " * 8
+    answer, ids = AnswerText(bytes_and_words, (bytes_and_words.stop,)), bytes_and_words.encode(text)
+    parts = [answer.add(ids[first : first + 7]) for first in range(0, len(ids), 7)]
+    assert "".join([*parts, answer.close()]) == text
+    assert not any("\ufffd" in part for part in parts)
 
 
 @pytest.mark.parametrize(
