@@ -321,7 +321,7 @@ def _step(model: Seq2Seq, search: Search, *, special: Special, beam: Beam) -> Se
     if not beam.early_stopping:
         full &= best[:, -1] >= live[:, 0] / length[:, 0].astype(jnp.float32) ** beam.length_penalty
     return search._replace(
-        state=reorder(state, sequences),
+        state=state if size == 1 else reorder(state, sequences),  # which copies all caches
         step=search.step + 1,
         tokens=jnp.take_along_axis(tokens, survivors[:, :, None], 1),
         sums=live,

@@ -158,7 +158,8 @@ def top_rows(x: Num[Array, "rows b"], count: int) -> tuple[Num[Array, "b count"]
         return values, index.astype(jnp.int32)
     chosen = jnp.sort(jax.lax.top_k(blocks.max(1).T, count)[1], 1)
     candidates = blocks[chosen, :, jnp.arange(batch)[:, None]].reshape(batch, -1)
-    values, index = jax.lax.top_k(candidates, count)
+    # Without the barrier, XLA's CPU compiler sorts all candidates if only a part of the result is used somewhere.
+    values, index = jax.lax.optimization_barrier(jax.lax.top_k(candidates, count))
     return values, (jnp.take_along_axis(chosen, index // BLOCK, 1) * BLOCK + index % BLOCK).astype(jnp.int32)
 
 
