@@ -84,6 +84,7 @@ template <int ID, int COUNT>
 void sync_threads() {
   synchronise(blocks[blockIdx.x].named[ID], COUNT);
 }
+inline int same_in_warp(int x) { return x; }
 inline u32 read_clock() { return 0; }
 inline void sync_cluster() {
   synchronise(clusters[blockIdx.x / ranks_per_cluster], threads_per_block * ranks_per_cluster);
@@ -112,6 +113,18 @@ inline u32 rounded(float x) {  // to the nearest bfloat16, ties to even
 }
 
 inline u32 to_bfloats(float low, float high) { return rounded(high) << 16 | rounded(low); }
+
+inline u32 subtract_bfloats(u32 x, u32 y) {
+  return to_bfloats(bfloat(x, 0) - bfloat(y, 0), bfloat(x, 1) - bfloat(y, 1));
+}
+inline u32 permute(u32 x, u32 y, u32 bytes) {
+  u32 result = 0;
+  for (int i = 0; i < 4; i++) {
+    const u32 number = bytes >> 4 * i & 7;
+    result |= ((number < 4 ? x : y) >> 8 * (number % 4) & 255) << 8 * i;
+  }
+  return result;
+}
 
 inline void multiply_add(float (&sum)[4], uint4 x, u32 low, u32 high) {
   const auto operands = exchange<6>({x.x, x.y, x.z, x.w, low, high});
@@ -162,15 +175,6 @@ inline void wait_for_sends(u64* barrier, u32 parity) {
   progress++;
 }
 inline void wait_for_loads(u64* barrier, u32 parity) { wait_for_sends(barrier, parity); }
-
-inline bool has_ended(u64* barrier, u32 parity) { return emulated(barrier).phase != parity; }
-
-inline void change(u32* number) { ++*number, ++progress; }
-inline u32 wait_for_change(const u32* number, u32 seen) {
-  while (*number == seen) yield();
-  progress++;
-  return *number;
-}
 
 template <typename Type>
 Type* address_at_rank(Type* pointer, int rank) {

@@ -130,15 +130,16 @@ def configs() -> dict:
 
 def cases() -> dict:
     checks = [("small", 5), ("small window", 16), ("small hybrid", 1), ("small hybrid", 16), ("small", 32)]
-    checks += [("small paper", 16)]
+    checks += [("small paper", 16), ("small int8", 16)]
     found = {f"check {name}, batch {batch}": lambda n=name, b=batch: check(n, b) for name, batch in checks}
     times = [("smol", 16, 512), ("llama", 16, 512), ("llama", 1, 512), ("smol", 1, 512), ("smol hybrid", 16, 4096)]
+    times += [("smol int8", 16, 512), ("llama int8", 16, 512), ("llama int8", 1, 512)]
     times += [("paper", 16, 512), ("llama hybrid", 16, 4096), ("smol transformer", 16, 4096)]
     for name, batch, length in times:
         found[f"time {name}, batch {batch}"] = lambda n=name, b=batch, t=length: measure(n, b, t)
         if (name, batch) in (("smol", 16), ("llama", 16), ("smol hybrid", 16)):
             found[f"clocks {name}, batch {batch}"] = lambda n=name, b=batch, t=length: clocks(n, b, t)
-    grids = [("smol", dict(paced=False)), ("smol", dict(clusters=12)), ("smol", dict(clusters=8))]
+    grids = [("smol", dict(clusters=12)), ("smol", dict(clusters=8))]
     grids += [("smol", dict(clusters=24, ranks=4)), ("llama", dict(clusters=30, ranks=4))]
     for name, grid in grids:
         label = ", ".join(f"{key} {value}" for key, value in grid.items())
@@ -151,8 +152,10 @@ def cases() -> dict:
 def make(name: str):
     from t2r.benchmark.models import random_model
     from t2r.model.config import ModelConfig
+    from t2r.model.rows import for_decoding
 
-    return random_model(ModelConfig(**configs()[name]), "bfloat16")
+    model = random_model(ModelConfig(**configs()[name.removesuffix(" int8")]), "bfloat16")
+    return for_decoding(model, "int8") if name.endswith(" int8") else model
 
 
 def packed_for(model, batch: int):
@@ -278,8 +281,8 @@ def kernel_micros(model, batch: int, length: int, grid=None, rounds: int = 200) 
 
 
 PARTS = (
-    "qkv product", "wait for qkv", "attention", "wait for attended", "out product, barrier",
-    "up product", "wait for hidden", "down product, barrier",
+    "read the stream", "qkv product", "send qkv", "wait for qkv", "attention", "wait for attended", "out product",
+    "barrier", "read the stream again", "up product", "send hidden", "wait for hidden", "down product", "last barrier",
 )  # fmt: skip
 
 
@@ -309,7 +312,8 @@ def clocks(name: str, batch: int, length: int) -> dict:
         layers = [layer for layer in range(1, len(kinds)) if kinds[layer] == kind]
         for block in (0, 3, times.shape[0] - 1):
             own = points[block][layers]
-            marks = np.where(own[:, 1:5].any(1, keepdims=True), own, own[:, [0, 0, 0, 0, 0, 5, 6, 7, 8]])
+            no_head = [0] * 7 + list(range(7, all_layers.CLOCK_POINTS))
+            marks = np.where(own[:, 1:7].any(1, keepdims=True), own, own[:, no_head])
             parts = np.median(np.diff(marks, axis=1) % 2**32, axis=0)
             line[f"{kind}, block {block}"] = dict(zip(PARTS, parts.tolist()), total=float(parts.sum()))
     line["summary"] = "; ".join(f"{key}: {[round(x) for x in value.values()]}" for key, value in line.items())

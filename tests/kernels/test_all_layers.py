@@ -13,6 +13,7 @@ from t2r.kernels.decoding import all_layers, cuda, fused_model, support
 from t2r.kernels.support import Device
 from t2r.model.config import AttentionSpec
 from t2r.model.parameters import abstract_model, arrays_of, with_arrays
+from t2r.model.rows import for_decoding
 from tests.conftest import error, make_model, micro, random_tokens
 from tests.kernels.emulation import emulate
 
@@ -25,16 +26,19 @@ LLAMA = dict(
     width=48, feedforward=200, layers=2, adaptive_cutoffs=(), final_norm=False,
 )  # fmt: skip
 PAPER = dict(heads=2, head_dim=32, width=64, feedforward=128, layers=2, adaptive_cutoffs=(), final_norm=False)
+LONG_PROMPT = 300  # more than the warps of a block read at once from a cache
 CASES = {  # fields of the model, batch, clusters, ranks
     "llama": (dict(LLAMA, attention=(T2R,)), 5, 3, 2),
     "one sequence": (dict(LLAMA, attention=(T2R,)), 1, 2, 4),
-    "loads are paced": (dict(LLAMA, layers=4, attention=(T2R,)), 2, 2, 2),
+    "more layers": (dict(LLAMA, layers=4, attention=(T2R,)), 2, 2, 2),
     "more clusters than units": (dict(LLAMA, feedforward=30, attention=(T2R,)), 2, 3, 2),
     "many sequences": (dict(LLAMA, attention=(T2R,)), 19, 2, 2),
     "more heads than clusters": (dict(LLAMA, kv_heads=6, attention=(T2R, WINDOWED)), 3, 2, 2),
     "window": (dict(LLAMA, attention=(WINDOWED,)), 5, 3, 2),
     "hybrid": (dict(LLAMA, attention=(T2R, SOFTMAX, WINDOWED), layers=3), 5, 3, 2),
     "softmax, ranks share sequences": (dict(LLAMA, attention=(SOFTMAX, WINDOWED)), 3, 5, 4),
+    "long cache": (dict(LLAMA, attention=(SOFTMAX, T2R)), 2, 2, 2),
+    "many queries, long cache": (dict(LLAMA, heads=12, kv_heads=1, attention=(SOFTMAX, WINDOWED)), 2, 2, 2),
     "query norm": (dict(LLAMA, query_norm=True, attention=(T2R,), rope_size=8), 2, 2, 2),
     "two rotary bases": (dict(LLAMA, attention=(T2R, dataclasses.replace(T2R, rope_theta=100.0))), 2, 2, 2),
     "paper": (dict(PAPER, attention=(MERGED,)), 16, 3, 2),
@@ -51,11 +55,12 @@ needs_nvrtc = pytest.mark.skipif(cuda.nvrtc() is None, reason="needs NVRTC (nvid
 def test_the_kernel_equals_the_models_step(case, tmp_path):
     """For a batch of which one sequence has ended, after prompts longer than the window."""
     fields, batch, clusters, ranks = CASES[case]
+    length = LONG_PROMPT if "long" in case else 7
     model = make_model(micro(**fields))
     half = with_arrays(make_model(micro(**fields, dtype="bfloat16")), arrays_of(model))
-    tokens = random_tokens(batch, 7)
-    mask = jnp.arange(7) >= (jnp.arange(batch) % 4)[:, None]
-    _, state = half(tokens, state=half.init_state(batch, 12), mask=mask)
+    tokens = random_tokens(batch, length)
+    mask = jnp.arange(length) >= (jnp.arange(batch) % 4)[:, None]
+    _, state = half(tokens, state=half.init_state(batch, length + 5), mask=mask)
     as_float = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, state)
     active = (jnp.arange(batch) != 1)[:, None]
     positions = state.position + active[:, 0] - 1
@@ -71,15 +76,33 @@ def test_the_kernel_equals_the_models_step(case, tmp_path):
         assert error(actual, wanted) < 0.01
 
 
-def run_emulated(folder, model, x, states, keep, positions, clusters, ranks):
-    """The results of the kernel on an emulated GPU, whose ring of weights is as small as it may be.
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("case", ["llama", "norms after"])
+def test_8_bit_weights(case, tmp_path):
+    """The kernel with 8-bit weights is as near to the model as their rounding, and nearer to the rounded model."""
+    fields, batch, clusters, ranks = CASES[case]
+    model = make_model(micro(**fields))
+    rounded = for_decoding(model, "int8")
+    tokens = random_tokens(batch, 7)
+    _, state = model(tokens, state=model.init_state(batch, 12))
+    active = jnp.ones((batch, 1), bool)
+    exact, _ = model(tokens[:, :1], state=state, mask=active)
+    x = model.embed(tokens[:, :1], state.position[:, None])[:, 0]
+    arguments = (x, state.layers, active[:, 0], state.position, clusters, ranks)
+    kernel, _ = run_emulated(tmp_path, rounded, *arguments)
+    if model.config.norm_placement == "after":
+        kernel = model.blocks[-1].feedforward_norm(jnp.asarray(kernel))
+    assert error(kernel - x, exact[:, 0] - x) < 0.02
+    (tmp_path / "plain").mkdir()
+    plain, _ = run_emulated(tmp_path / "plain", model, *arguments)
+    assert all_layers.pack(rounded, batch, all_layers.Grid(clusters, ranks)).tiles[0].dtype == jnp.int8
+    assert error(kernel, plain) > 0  # it was not the same kernel
 
-    For even batches loads are paced: then the ring holds a layer.
-    """
-    batch, paced = len(x), len(x) % 2 == 0
-    sizes = all_layers.Sizes.of(model, batch, all_layers.Grid(clusters, ranks))
-    chunks = max(all_layers.tile_order(sizes, kind).shape[1] // all_layers.CHUNK_TILES for kind in sizes.kinds)
-    grid = all_layers.Grid(clusters, ranks, slots=max(4, chunks + 2 if paced else 4), paced=paced)
+
+def run_emulated(folder, model, x, states, keep, positions, clusters, ranks):
+    """The results of the kernel on an emulated GPU, where each warp's ring of weights is as small as it may be."""
+    batch, grid = len(x), all_layers.Grid(clusters, ranks, slots=3)
     macros = all_layers.definitions(model, batch, grid)
     layers = all_layers.pack(model, batch, grid)
     arguments = all_layers.arguments(x, layers, states, keep, positions, model, grid)
@@ -136,8 +159,9 @@ def test_it_is_used_by_itself_where_it_is_faster():
     recurrent, softmax = AttentionSpec("linear", "t2r", 32), AttentionSpec()
     assert not support.all_layers_slower(micro(**smol, attention=(recurrent,) * 30))
     assert not support.all_layers_slower(micro(**smol, attention=(softmax,) * 4 + (recurrent,) * 26))
-    (problem,) = support.all_layers_slower(micro(**llama, attention=(recurrent,) * 16))
-    assert "32 MiB of weights" in problem
+    assert not support.all_layers_slower(micro(**llama, attention=(recurrent,) * 16))
+    (problem,) = support.all_layers_slower(micro(**dict(llama, feedforward=16384), attention=(recurrent,) * 16))
+    assert "128 MiB of weights" in problem
     (problem,) = support.all_layers_slower(micro(**smol, attention=(softmax,) * 30))
     assert "softmax" in problem
 

@@ -46,9 +46,6 @@ def test_matrices_in_8_bits_have_the_kernel_that_takes_them(monkeypatch):
     sizes = dict(width=256, heads=2, head_dim=128, feedforward=1024, attention=(AttentionSpec("merged", "t2r", 32),))
     model = abstract_model(micro(**sizes, dtype="bfloat16", adaptive_cutoffs=()))
     rounded = nnx.eval_shape(lambda model: for_decoding(model, "int8"), model)
-    monkeypatch.setattr(decoding, "takes_int8", lambda: False)
-    assert decoding.choice(model, 4) == "layers" and decoding.choice(rounded, 4) is None
-    monkeypatch.setattr(decoding, "takes_int8", lambda: True)
     assert decoding.choice(model, 4) == "layers" and decoding.choice(rounded, 4) == "all"
 
 

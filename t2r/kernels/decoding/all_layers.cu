@@ -11,8 +11,8 @@
 // In attention a cluster has a key/value head with its query heads (or several, one after the other; or none). In the
 // feed-forward it has a share of the units. So blocks of different clusters wait for each other only twice a layer.
 //
-// Weights do not depend on activations: one warp loads them, in the order in which they will be read, into a ring of
-// chunks in shared memory, across products, barriers and layers. The memory is never idle while the ring has space.
+// Weights do not depend on activations: each warp loads its own, in the order in which it will read them, into a ring of
+// chunks in shared memory, across products, barriers and layers. The memory is never idle while rings have space.
 //
 // The stream has three buffers. Phase p (two for each layer) reads buffer p, adds to p + 1, and sets p + 2 to zero
 // (modulo 3). The residual is one more contribution to the sum: the clusters of the first head add x itself.
@@ -39,7 +39,7 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
     u32 rank_rows = 0;
     for (int place = 0; place < RANK_ROWS; place++) rank_rows += role.row(place) < BATCH;
     stream_product<pass_size(MOST_QKV_TILES)>(
-        shared, weights, x, role.qkv_tiles(), has_norm, own.qkv_sums, own.qkv_bias,
+        shared, weights, x, role.qkv_tiles(), has_norm, own.qkv.sums, own.qkv.bias, own.qkv.scale, number, 1,
         [&](int tile, int row, int output, float4 four) {
           if (!role.has(row)) return;
           const int index = (role.rank + tile * RANKS) * 16 + output, n = row / role.replicas;
@@ -50,11 +50,11 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
             send(&fixed.qkv[role.place_of(n)][index], role.rank_of(n, split), four, &fixed.qkv_barrier);
           }
         });
-    MARK(number, 1);
+    MARK(number, 3);
     const auto has = [&](int row) { return role.has(row); };
     if (head == 0) add_residual(shared, role, x, to, vectors.attention, has_norm, has);
     receive(&fixed.qkv_barrier, exchanges.qkv, rank_rows * role.qkv * 4);
-    MARK(number, 2);
+    MARK(number, 4);
     if (layer.kind != MERGED) prepare(fixed, role, layer, own);
     if (HAS_SOFTMAX && layer.kind == SOFTMAX) {
       softmax_attention(shared, role, layer, number, head, exchanges.parts);
@@ -71,13 +71,13 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
       fence_before_store();
       sync();
     }
-    MARK(number, 3);
+    MARK(number, 5);
     send_attended(shared, role);
-    const bool moves_state = threadIdx.x == 0 && layer.kind != SOFTMAX;
+    const bool moves_state = threadIdx.x == MOVER && layer.kind != SOFTMAX;
     if (moves_state) store_state(shared, layer, role, head);
     receive(&fixed.attended_barrier, exchanges.attended, role.rows() * ATTENDED * 2);
-    MARK(number, 4);
-    operand_product(shared, weights, role, ATTENDED, to, has);
+    MARK(number, 6);
+    operand_product(shared, weights, role, ATTENDED, vectors.attention.scale, to, has);
     if (moves_state) {
       wait_until_read();
       load_state(shared, number, i + 1);
@@ -91,8 +91,9 @@ void feed_forward(Shared& shared, Weights& weights, const float* x, float* to, i
   const Role role(fixed.layers[number].kind);
   const Vectors& vectors = fixed.vectors[number % 2];
   if (role.up_tiles() == 0) return;  // there are more clusters than shares
-  stream_product<pass_size(MOST_UP_TILES)>(shared, weights, x, role.up_tiles(), true, vectors.up_sums, vectors.up_bias,
-                       [&](int tile, int row, int output, float4 four) {
+  const auto& up = vectors.up;
+  stream_product<pass_size(MOST_UP_TILES)>(shared, weights, x, role.up_tiles(), true, up.sums, up.bias, up.scale,
+                                           number, 9, [&](int tile, int row, int output, float4 four) {
     u32* own = (u32*)fixed.staged + (tile * ROWS + row) * (UNIT_TILE / 2);
     if (GATED) {  // two gates, then two units
       own[output / 4] = to_bfloats(activated(four.x) * four.z, activated(four.y) * four.w);
@@ -101,9 +102,9 @@ void feed_forward(Shared& shared, Weights& weights, const float* x, float* to, i
           to_bfloats(make_float4(activated(four.x), activated(four.y), activated(four.z), activated(four.w)));
     }
   });
-  MARK(number, 6);
+  MARK(number, 11);
   constexpr int PIECES = UNIT_TILE / 8;
-  for (int item = threadIdx.x; item < role.up_tiles() * ROWS * PIECES * RANKS; item += COMPUTING) {
+  for (int item = threadIdx.x; item < role.up_tiles() * ROWS * PIECES * RANKS; item += THREADS) {
     const int number = item / RANKS, piece = number % PIECES, row = number / PIECES % ROWS;
     const int tile = role.rank * role.up_tiles() + number / (PIECES * ROWS);  // of the cluster
     if (row >= BATCH) continue;
@@ -112,28 +113,19 @@ void feed_forward(Shared& shared, Weights& weights, const float* x, float* to, i
   const auto has = [](int row) { return row < BATCH; };
   if (role.cluster == CLUSTERS - 1) add_residual(shared, role, x, to, vectors.feedforward, true, has);
   receive(&fixed.hidden_barrier, exchanges.hidden, BATCH * role.units() * 2);
-  MARK(number, 7);
-  operand_product(shared, weights, role, role.units(), to, has);
+  MARK(number, 12);
+  operand_product(shared, weights, role, role.units(), vectors.feedforward.scale, to, has);
 }
 
-// A barrier of all blocks: what they have added to the stream before it can be read after it. A warp that has no other
-// loads and stores in flight, for which it would have to wait, counts the blocks.
-
-void sync_with_counting_warp() { sync_threads<2, COMPUTING + 32>(); }
-
-void count_blocks(float* work) {
+// The barrier of all blocks that ends a phase: what they have added to the stream before it can be read after it.
+void sync_blocks(float* work, int phase) {
   u32* counters = (u32*)(work + 3 * ROWS * WIDTH);  // one for each rank, each in its own cache line
-  for (int phase = 0; phase < 2 * LAYERS; phase++) {
-    sync_with_counting_warp();
+  sync();
+  if (warp() == 0) {
     if (lane() == 0) increment(counters + blockIdx.x % RANKS * 32);
     if (lane() < RANKS) wait_for_count(counters + lane() * 32, (phase + 1) * CLUSTERS);
-    sync_with_counting_warp();
   }
-}
-
-void sync_blocks() {
-  sync_with_counting_warp();
-  sync_with_counting_warp();
+  sync();
 }
 
 // At the end: the numbers of tokens of windows and caches.
@@ -150,17 +142,20 @@ void count_tokens(const Fixed& fixed) {
 void initialise(Shared& shared, const float* keep, const float* angles, const int* capacity) {
   Fixed& fixed = shared.fixed;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < SLOTS; i++) init_barrier(&shared.full[i], 1), init_barrier(&shared.empty[i], WARPS);
+    for (int i = 0; i < WARPS * SLOTS; i++) init_barrier(&shared.loaded[0][i], 1);
     for (u64* barrier = fixed.vector_barrier; barrier <= &fixed.hidden_barrier; barrier++) init_barrier(barrier, 1);
     fence_barrier_init();
     expect_bytes(&fixed.parts_barrier, PARTS_BYTES);
-    fixed.streams_read = 0, fixed.capacity = *capacity;
+    fixed.capacity = *capacity;
   }
   for (int i = threadIdx.x; i < ROWS; i += THREADS) fixed.keep[i] = i < BATCH ? keep[i] : 0;
   for (int i = threadIdx.x; i < LAYERS * BATCH; i += THREADS) {
     const Layer& layer = fixed.layers[i / BATCH];
     const bool counts = layer.kind == WINDOWED || layer.kind == SOFTMAX;
     fixed.count[i / BATCH][i % BATCH] = counts ? layer.count[layer.kind == WINDOWED ? i % BATCH : 0] : 0;
+  }
+  for (int i = threadIdx.x; i < LAYERS * WARPS; i += THREADS) {
+    fixed.tiles[i / WARPS][i % WARPS] = Role(fixed.layers[i / WARPS].kind).tiles(i % WARPS);
   }
   // The cosines and sines of the sequences that this rank has: in softmax layers others than elsewhere.
   constexpr int SIZE = 2 * PAIRS > 0 ? 2 * PAIRS : 1, PLACES = ROTARY_TABLES * RANK_ROWS;
@@ -186,36 +181,31 @@ KERNEL(RANKS, THREADS) decode_step(PARAMETERS) {
   initialise(shared, keep, angles, capacity);
   __syncthreads();
   sync_cluster();
-  if (warp() == LOADING_WARP) {
-    if (lane() == 0) load_weights(shared);
-    __syncwarp();
-  } else if (warp() == COUNTING_WARP) {
-    count_blocks(work);
-  } else {
-    if (threadIdx.x == 0) {
-      load_vectors(shared, 0);
-      load_state(shared, 0, 0);
-    }
-    Weights weights = {shared};
-    Exchanges exchanges;
-    for (int layer = 0; layer < LAYERS; layer++) {
-      const int phase = 2 * layer;
-      if (threadIdx.x == 0) load_vectors(shared, layer + 1);
-      wait_for_loads(&fixed.vector_barrier[layer % 2], layer / 2 % 2);
-      MARK(layer, 0);
-      zero_share(stream_buffer(work, phase + 2));
-      attention(shared, weights, stream_buffer(work, phase), stream_buffer(work, phase + 1), layer, exchanges);
-      sync_blocks();
-      MARK(layer, 5);
-      zero_share(stream_buffer(work, phase + 3));
-      feed_forward(shared, weights, stream_buffer(work, phase + 1), stream_buffer(work, phase + 2), layer, exchanges);
-      sync_blocks();
-      MARK(layer, 8);
-      weights.next_layer(Role(fixed.layers[layer].kind));
-    }
-    count_tokens(fixed);
-    if (threadIdx.x == 0) wait_until_stored();
+  if (threadIdx.x == MOVER) {
+    load_vectors(shared, 0);
+    load_state(shared, 0, 0);
   }
+  Weights weights(shared);
+  Exchanges exchanges;
+  for (int layer = 0; layer < LAYERS; layer++) {
+    const int phase = 2 * layer;
+    if (threadIdx.x == MOVER) load_vectors(shared, layer + 1);
+    wait_for_loads(&fixed.vector_barrier[layer % 2], layer / 2 % 2);
+    MARK(layer, 0);
+    zero_share(stream_buffer(work, phase + 2));
+    attention(shared, weights, stream_buffer(work, phase), stream_buffer(work, phase + 1), layer, exchanges);
+    MARK(layer, 7);
+    sync_blocks(work, phase);
+    MARK(layer, 8);
+    zero_share(stream_buffer(work, phase + 3));
+    feed_forward(shared, weights, stream_buffer(work, phase + 1), stream_buffer(work, phase + 2), layer, exchanges);
+    MARK(layer, 13);
+    sync_blocks(work, phase + 1);
+    MARK(layer, 14);
+    weights.end_layer(layer);
+  }
+  count_tokens(fixed);
+  if (threadIdx.x == MOVER) wait_until_stored();
   __syncthreads();
   sync_cluster();  // no block ends while others may still send to it
 }

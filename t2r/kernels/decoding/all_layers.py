@@ -11,6 +11,7 @@ to run; with kernels="off" they do not.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,22 +19,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from t2r.console import say
 from t2r.kernels.decoding import cuda
 from t2r.kernels.decoding.matrices import Matrix, fold_norm, matrix_of
-from t2r.kernels.decoding.support import ALL_LAYERS_CLUSTERS, RANKS, SHARED_MEMORY
+from t2r.kernels.decoding.support import ALL_LAYERS_CLUSTERS, RANKS, SHARED_MEMORY, in_8_bits
 
-WARPS = 8  # that compute, in a block
-THREADS = 32 * (WARPS + 2)
+WARPS = 8  # of a block
+THREADS = 32 * WARPS
 TILE = 16  # outputs and inputs of a tile
-CHUNK_TILES = 16  # of a chunk, which is loaded at once
+CHUNK_TILES = 8  # of a chunk, which is loaded at once
 TILES_OF_REGISTERS = 12  # whose sums a thread has registers for, for 16 sequences
 COUNTER_STRIDE = 32  # each rank's counter has a cache line of its own: 32 values of 4 bytes
-CLOCK_POINTS = 9
+CLOCK_POINTS = 15
 PARTS = ("layers_plan.cuh", "layers_products.cuh", "layers_attention.cuh", "all_layers.cu")
 ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_exact": "GELU_EXACT", "swish": "SWISH"}
+LARGEST_INTEGER = 127  # of 8-bit weights
 MOST_MIXTURE = 30.0  # of a window's mixture above the largest exact score, as in the plain form
 
 
@@ -43,8 +45,7 @@ class Grid(NamedTuple):
     clusters: int = ALL_LAYERS_CLUSTERS
     ranks: int = RANKS  # blocks of a cluster
     memory: int = SHARED_MEMORY
-    slots: int = 64  # of the ring of weights, at most
-    paced: bool = True  # see PACED in all_layers.cu
+    slots: int = 64  # of a warp's ring of weights, at most
 
     @property
     def blocks(self) -> int:
@@ -52,9 +53,9 @@ class Grid(NamedTuple):
 
 
 class PackedLayers(NamedTuple):
-    """For each layer the matrices of all thread blocks as tiles, and their vectors."""
+    """For each layer the matrices of all warps of all thread blocks as tiles, and the vectors of blocks."""
 
-    tiles: tuple[Array, ...]  # (blocks, chunks, CHUNK_TILES * TILE²) bfloat16
+    tiles: tuple[Array, ...]  # (blocks * WARPS, chunks, CHUNK_TILES * TILE²) bfloat16 or int8
     vectors: tuple[Array, ...]  # (blocks, size) float32
 
 
@@ -71,6 +72,7 @@ class Sizes(NamedTuple):
     kinds: tuple[str, ...]  # of each layer's attention
     grid: Grid
     groups: int  # of 16 sequences
+    int8: bool  # the type of the weights
 
     @classmethod
     def of(cls, model: Any, batch: int, grid: Grid) -> "Sizes":
@@ -89,6 +91,7 @@ class Sizes(NamedTuple):
             tuple(attention.kind for attention in attentions),
             grid,
             -(-batch // 16),
+            in_8_bits(model),
         )
 
     @property
@@ -137,8 +140,15 @@ class Sizes(NamedTuple):
     def most(self, tiles: int) -> int:
         return -(-tiles // self.grid.ranks)
 
-    def pass_size(self, most_tiles: int) -> int:
+    def stream_pass(self, most_tiles: int) -> int:
+        """Tiles of outputs that a thread has registers for at once in a product with the stream."""
         return most_tiles if most_tiles * self.groups < TILES_OF_REGISTERS else TILES_OF_REGISTERS // self.groups
+
+    @property
+    def operand_pass(self) -> int:
+        """The same in a product whose outputs are added to the stream."""
+        most = -(-self.most(self.width // TILE) // WARPS)
+        return most if most * self.groups < 4 else 4 // self.groups
 
 
 def features_of(attention: Any) -> int:
@@ -149,14 +159,34 @@ def features_of(attention: Any) -> int:
 
 
 # Packing. A layer's four matrices are cut into tiles, which have numbers: of all outputs' tiles one after the other, by
-# inputs. `block_tiles` lists those of a block in the order of reading, which is the order of `all_layers.cu`.
+# inputs. `warp_tiles` lists those of a warp in the order of reading, which is the order of `all_layers.cu`.
+
+
+class RoundedMatrix(NamedTuple):
+    """scale · weights · x + bias, where the weights are bfloat16 or int8."""
+
+    weights: Array  # (outputs, inputs)
+    scale: Float[Array, "outputs"]
+    bias: Float[Array, "outputs"]
+
+    @classmethod
+    def of(cls, matrix: Matrix, int8: bool) -> "RoundedMatrix":
+        if not int8:
+            return cls(matrix.weights.astype(jnp.bfloat16), jnp.ones(len(matrix.weights)), matrix.bias)
+        scale = jnp.maximum(jnp.abs(matrix.weights).max(1), 1e-30).astype(jnp.float32) / LARGEST_INTEGER
+        return cls(jnp.round(matrix.weights / scale[:, None]).astype(jnp.int8), scale, matrix.bias)
+
+    @property
+    def sums(self) -> Float[Array, "outputs"]:
+        """Of the weights of each output."""
+        return self.weights.sum(1, dtype=jnp.float32) * self.scale
 
 
 class LayerMatrices(NamedTuple):
-    qkv: Matrix  # for each key/value head: its queries, key and value
-    out: Matrix
-    up: Matrix  # with gates, tiles of 8 units: two gates, two units, and so on
-    down: Matrix
+    qkv: RoundedMatrix  # for each key/value head: its queries, key and value
+    out: RoundedMatrix
+    up: RoundedMatrix  # with gates, tiles of 8 units: two gates, two units, and so on
+    down: RoundedMatrix
 
 
 def pack(model: Any, batch: int, grid: Grid = Grid()) -> PackedLayers:
@@ -169,7 +199,7 @@ def pack(model: Any, batch: int, grid: Grid = Grid()) -> PackedLayers:
         cut = jnp.concatenate([cut_into_tiles(matrix.weights) for matrix in matrices])
         cut = jnp.pad(cut, [(0, 1), (0, 0)])  # the last tile is zero: padding
         order = tile_order(sizes, kind)
-        tiles.append(cut[order].reshape(*order.shape[:1], -1, CHUNK_TILES * TILE * TILE))
+        tiles.append(cut[order].reshape(len(order), -1, CHUNK_TILES * TILE * TILE))
         vectors.append(pack_vectors(block, matrices, sizes, stream_norm))
         stream_norm = block.feedforward_norm
     return PackedLayers(tuple(tiles), tuple(vectors))
@@ -193,12 +223,11 @@ def layer_matrices(block: Any, sizes: Sizes, stream_norm: Any) -> LayerMatrices:
         up = Matrix(*(jnp.stack([pairs(g), pairs(u)], 1).reshape(-1, *u.shape[1:]) for g, u in zip(gate, up)))
     down = matrix_of(feedforward.down, -1, width)
     down = down._replace(weights=pad(down.weights.T).T)
-    rounded = lambda matrix: matrix._replace(weights=matrix.weights.astype(jnp.bfloat16))  # noqa: E731
     matrices = fold_norm(norms[0], qkv), matrix_of(attention.out, -1, width), fold_norm(norms[1], up), down
-    return LayerMatrices(*map(rounded, matrices))
+    return LayerMatrices(*(RoundedMatrix.of(matrix, sizes.int8) for matrix in matrices))
 
 
-def cut_into_tiles(weights: Float[Array, "n k"]) -> Float[Array, "tiles size"]:
+def cut_into_tiles(weights: Num[Array, "n k"]) -> Num[Array, "tiles size"]:
     """Tiles of 16 outputs × 16 inputs, by outputs, then by inputs; each of 32 threads has 8 consecutive values.
 
     Thread (a, b, c) has inputs 4c to 4c + 3 of outputs 4a + b and 4a + 2 + b.
@@ -209,34 +238,39 @@ def cut_into_tiles(weights: Float[Array, "n k"]) -> Float[Array, "tiles size"]:
 
 
 @functools.lru_cache(maxsize=16)
-def tile_order(sizes: Sizes, kind: str) -> Int[np.ndarray, "blocks tiles"]:
-    """The numbers of the tiles of each block; -1 is padding, to whole chunks."""
-    ranks, clusters = range(sizes.grid.ranks), range(sizes.grid.clusters)
-    blocks = [np.concatenate(list(block_tiles(sizes, kind, cluster, rank))) for cluster in clusters for rank in ranks]
-    longest = max(map(len, blocks))
-    padded = -(-longest // CHUNK_TILES) * CHUNK_TILES
-    return np.stack([np.pad(block, (0, padded - len(block)), constant_values=-1) for block in blocks])
+def tile_order(sizes: Sizes, kind: str) -> Int[np.ndarray, "warps tiles"]:
+    """The numbers of the tiles of each block's warps; -1 is padding, to whole chunks."""
+    blocks = itertools.product(range(sizes.grid.clusters), range(sizes.grid.ranks))
+    parts = [[np.concatenate(list(warp_tiles(sizes, kind, *block, warp))) for warp in range(WARPS)] for block in blocks]
+    warps = list(itertools.chain(*parts))
+    padded = -(-max(map(len, warps)) // CHUNK_TILES) * CHUNK_TILES
+    return np.stack([np.pad(tiles, (0, padded - len(tiles)), constant_values=-1) for tiles in warps])
 
 
-def block_tiles(sizes: Sizes, kind: str, cluster: int, rank: int) -> Iterator[Int[np.ndarray, "n"]]:
-    """The numbers of a block's tiles, in the order of reading."""
-    steps, stream = sizes.width // TILE, sizes.dealt(sizes.width // TILE, rank)
+def warp_tiles(sizes: Sizes, kind: str, cluster: int, rank: int, warp: int) -> Iterator[Int[np.ndarray, "n"]]:
+    """The numbers of a warp's tiles, in the order of reading.
+
+    Of a product with the stream it has every WARPS-th 16 channels; of the others, every WARPS-th tile of outputs.
+    """
+    steps, stream = sizes.width // TILE, sizes.dealt(sizes.width // TILE, rank)[warp::WARPS]
+    own_steps = np.arange(warp, steps, WARPS)
     qkv_tiles, head_steps, unit_steps = sizes.qkv(kind) // TILE, sizes.attended // TILE, sizes.units // TILE
     first_out = sizes.kv_heads * qkv_tiles * steps
     first_up = first_out + steps * sizes.kv_heads * head_steps
     first_down = first_up + sizes.units // sizes.unit_tile * steps
     for head in sizes.heads(kind, cluster):
         own = sizes.dealt(qkv_tiles, rank)
-        size = sizes.pass_size(sizes.most(sizes.qkv_most // TILE))
-        yield from passes((head * qkv_tiles + own) * steps, np.arange(steps), size)
+        size = sizes.stream_pass(sizes.most(sizes.qkv_most // TILE))
+        yield from passes((head * qkv_tiles + own) * steps, own_steps, size)
         rows = first_out + stream * (sizes.kv_heads * head_steps)
-        yield from passes(rows, head * head_steps + np.arange(head_steps), WARPS)
+        yield from passes(rows, head * head_steps + np.arange(head_steps), sizes.operand_pass)
     count = sizes.up_tiles[cluster]
     before = sum(sizes.up_tiles[:cluster]) * sizes.grid.ranks  # tiles of the clusters before
     own = before + rank * count + np.arange(count)
-    yield from passes(first_up + own * steps, np.arange(steps), sizes.pass_size(max(sizes.up_tiles)))
+    yield from passes(first_up + own * steps, own_steps, sizes.stream_pass(max(sizes.up_tiles)))
     cluster_steps = before * sizes.unit_tile // TILE + np.arange(count * sizes.grid.ranks * sizes.unit_tile // TILE)
-    yield from passes(first_down + stream * unit_steps, cluster_steps, WARPS)
+    yield from passes(first_down + stream * unit_steps, cluster_steps, sizes.operand_pass)
+    yield np.zeros(0, int)  # it may have none
 
 
 def passes(rows: Int[np.ndarray, "n"], steps: Int[np.ndarray, "k"], size: int) -> Iterator[Int[np.ndarray, "tiles"]]:
@@ -259,12 +293,14 @@ def vector_sources(block: Any, matrices: LayerMatrices, sizes: Sizes, stream_nor
     sources = dict(zero=jnp.zeros(1), heads=jnp.concatenate(heads))
     for name in ("qkv", "up"):
         matrix = getattr(matrices, name)
-        sources |= {f"{name}_sums": matrix.weights.sum(1, dtype=jnp.float32), f"{name}_bias": matrix.bias}
+        sources |= {f"{name}_sums": matrix.sums, f"{name}_bias": matrix.bias, f"{name}_scale": matrix.scale}
     for name, norm in (("out", stream_norm), ("down", block.attention_norm)):
         scale, bias = jnp.ones(sizes.width), jnp.zeros(sizes.width)
         if norm is not None:
             scale, bias = norm.scale[...], bias if getattr(norm, "bias", None) is None else norm.bias[...]
-        sources |= {f"{name}_bias": getattr(matrices, name).bias, f"{name}_norm": scale, f"{name}_norm_bias": bias}
+        matrix = getattr(matrices, name)
+        sources |= {f"{name}_bias": matrix.bias, f"{name}_scale": matrix.scale}
+        sources |= {f"{name}_norm": scale, f"{name}_norm_bias": bias}
     return sources
 
 
@@ -285,6 +321,14 @@ def vector_order(
         own = starts[name] + (tiles[:, None] * TILE + np.arange(TILE)).reshape(-1)
         return np.concatenate([own, padding((most - len(tiles)) * TILE)])
 
+    def scale_of(name: str, tiles: np.ndarray, most: int) -> list[np.ndarray]:
+        return [of_tiles(f"{name}_scale", tiles, most) if sizes.int8 else padding(4)]
+
+    def of_outputs(name: str, tiles: np.ndarray, most: int) -> list[np.ndarray]:  # the struct `Outputs`
+        vectors = [of_tiles(f"{name}_{vector}", tiles, most) for vector in ("sums", "bias")]
+        return vectors + scale_of(name, tiles, most)
+
+    outputs_size = sum(map(len, of_outputs("qkv", np.arange(0), most_qkv)))
     rows = []
     for cluster in range(sizes.grid.clusters):
         count, before, heads = (
@@ -296,14 +340,14 @@ def vector_order(
             parts = []
             for head in heads:
                 own = head * qkv_tiles + sizes.dealt(qkv_tiles, rank)
-                parts += [of_tiles(name, own, most_qkv) for name in ("qkv_sums", "qkv_bias")]
+                parts += of_outputs("qkv", own, most_qkv)
                 parts.append(starts["heads"] + head * head_size + np.arange(head_size))
-            parts.append(padding((sizes.most_heads - len(heads)) * (2 * most_qkv * TILE + head_size)))
+            parts.append(padding((sizes.most_heads - len(heads)) * (outputs_size + head_size)))
             own = before + rank * count + np.arange(count)
-            parts += [of_tiles(name, own, max(sizes.up_tiles)) for name in ("up_sums", "up_bias")]
+            parts += of_outputs("up", own, max(sizes.up_tiles))
             stream = sizes.dealt(stream_tiles, rank)
             for name in ("out", "down"):
-                parts.append(of_tiles(f"{name}_bias", stream, most_stream))
+                parts += [of_tiles(f"{name}_bias", stream, most_stream), *scale_of(name, stream, most_stream)]
                 for vector in (f"{name}_norm", f"{name}_norm_bias"):
                     parts += [of_tiles(vector, stream, most_stream)] * norms_after + [padding(4)]
             rows.append(np.concatenate(parts))
@@ -450,7 +494,7 @@ def definitions(model: Any, batch: int, grid: Grid = Grid(), *, clocks: bool = F
     window, sinks = windows.pop() if windows else (1, 0)
     normalizers = {attention.normalizer for attention in attentions if attention.kind in ("linear", "merged")}
     clamps, value = normalizers.pop() if normalizers else (True, 1.0)
-    inputs = [f"const uint4* weights{i}" for i in range(config.layers)]
+    inputs = [f"const Fragment* weights{i}" for i in range(config.layers)]
     inputs += [f"const Vectors* vectors{i}" for i in range(config.layers)]
     inputs += ["const float* keep", "const float* angles", "const int* capacity"]
     updated, pointers = ["float* {}work"] + ["u32* {}clocks"] * clocks, []
@@ -460,10 +504,10 @@ def definitions(model: Any, batch: int, grid: Grid = Grid(), *, clocks: bool = F
         own = {name: f"{name}{layer}" for name in names}
         arrays = [own.get(name, own.get("index", "0") if name == "count" else "0") for name in STATE_FIELDS]
         table = -1 if attention.shape.rotary is None else tables.index(attention.shape.rotary)
-        fields = [attention.kind.upper(), str(table), f"weights{layer}", f"vectors{layer}", *arrays]
-        pointers.append(f"{{{', '.join(fields)}}}")
+        room = tile_order(sizes, attention.kind).shape[1] // CHUNK_TILES
+        fields = [attention.kind.upper(), table, f"weights{layer}", room, f"vectors{layer}", *arrays]
+        pointers.append(f"{{{', '.join(map(str, fields))}}}")
     parameters = inputs + [text.format("input_") for text in updated] + [text.format("") for text in updated]
-    chunks = {kind: tile_order(sizes, kind).shape[1] // CHUNK_TILES for kind in sizes.kinds}
     rotated = {2 * len(rotary.frequencies(config.head_dim)) for rotary in tables}
     macros = dict(
         LAYERS=config.layers,
@@ -478,7 +522,7 @@ def definitions(model: Any, batch: int, grid: Grid = Grid(), *, clocks: bool = F
         RANKS=grid.ranks,
         SHARED_MEMORY=grid.memory,
         MOST_SLOTS=grid.slots,
-        PACES=int(grid.paced),
+        INT8=int(sizes.int8),
         GATED=int(config.gated),
         ACTIVATION=ACTIVATIONS[config.activation],
         RMS_NORM=int(config.norm == "rms"),
@@ -497,9 +541,6 @@ def definitions(model: Any, batch: int, grid: Grid = Grid(), *, clocks: bool = F
         MOST_MIXTURE=f"{MOST_MIXTURE:e}f",
         ROTARY_TABLES=max(1, len(tables)),
         ROTATED=rotated.pop() if rotated else 0,
-        MERGED_CHUNKS=chunks.get("merged", 0),
-        LINEAR_CHUNKS=chunks.get("linear", chunks.get("windowed", 0)),
-        SOFTMAX_CHUNKS=chunks.get("softmax", 0),
         PARAMETERS=", ".join(parameters),
         LAYER_POINTERS=", ".join(pointers),
     )

@@ -28,6 +28,9 @@ void sync_threads() {
   asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
 }
 
+// A number that is the same in all threads of a warp, which the compiler does not know.
+int same_in_warp(int x) { return __shfl_sync(~0u, x, 0); }
+
 u32 read_clock() {
   u32 cycles;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles)::"memory");
@@ -58,22 +61,6 @@ void arrive(u64* barrier) {
 
 void wait_for_sends(u64* barrier, u32 parity) { WAIT("cluster"); }  // of other blocks
 void wait_for_loads(u64* barrier, u32 parity) { WAIT("cta"); }      // from global memory
-
-bool has_ended(u64* barrier, u32 parity) {  // a phase
-  u32 ended;
-  asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2;\n"
-               "selp.u32 %0, 1, 0, done;\n}" : "=r"(ended) : "r"(shared_address(barrier)), "r"(parity) : "memory");
-  return ended;
-}
-
-// A number in shared memory that one thread increments, and another waits for.
-
-void change(volatile u32* number) { *number = *number + 1; }
-
-u32 wait_for_change(const volatile u32* number, u32 seen) {
-  while (*number == seen) {}
-  return *number;
-}
 
 // Asynchronous copies: to another block's shared memory (send), and from global memory (load). They report their bytes
 // to a barrier of the receiving block.
@@ -147,6 +134,15 @@ u32 to_bfloats(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
+
+u32 subtract_bfloats(u32 x, u32 y) {  // two of each
+  u32 both;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(x), "r"(y));
+  return both;
+}
+
+// Four of the bytes of x (0 to 3) and y (4 to 7): their numbers are the digits of `bytes`, the lowest first.
+u32 permute(u32 x, u32 y, u32 bytes) { return __byte_perm(x, y, bytes); }
 
 // sum += x · weightsᵀ for 16 sequences, 8 outputs and 16 inputs; inputs 0 to 7 are in `low`, 8 to 15 in `high`.
 void multiply_add(float (&sum)[4], uint4 x, u32 low, u32 high) {

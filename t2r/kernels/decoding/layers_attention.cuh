@@ -96,7 +96,7 @@ int slot_of(int position) {  // of a window: sinks have their own, later keys ta
 
 // φ of all queries, and of the key that enters S and z: the new one, or the one that leaves the window, if one does.
 void map_features(Fixed& fixed, const Role& role, int layer, int kind, const HeadVectors& vectors) {
-  for (int item = threadIdx.x; item < RANK_ROWS * (QUERIES + 1) * FEATURES; item += COMPUTING) {
+  for (int item = threadIdx.x; item < RANK_ROWS * (QUERIES + 1) * FEATURES; item += THREADS) {
     const int place = item / ((QUERIES + 1) * FEATURES), head = item / FEATURES % (QUERIES + 1), f = item % FEATURES;
     const int row = role.row(place);
     if (row >= BATCH) continue;
@@ -106,6 +106,7 @@ void map_features(Fixed& fixed, const Role& role, int layer, int kind, const Hea
       result = x[f];
     } else if (HAS_WINDOW && kind == WINDOWED && head == QUERIES) {
       const u32* old = fixed.window[place][0] + slot_of(fixed.count[layer][row]) * SLOT_WORDS;
+#pragma unroll 8
       for (int i = 0; i < HEAD_DIM / 2; i++) {
         const u32 weights = vectors.map[i * FEATURES + f];
         result += low_of(weights) * low_of(old[i]) + high_of(weights) * high_of(old[i]);
@@ -125,7 +126,7 @@ void map_features(Fixed& fixed, const Role& role, int layer, int kind, const Hea
     fixed.features[place][head][f] = head < QUERIES || enters ? result : 0;
   }
   if (kind == WINDOWED) {
-    for (int item = threadIdx.x; item < RANK_ROWS * HEAD_DIM; item += COMPUTING) {
+    for (int item = threadIdx.x; item < RANK_ROWS * HEAD_DIM; item += THREADS) {
       const int place = item / HEAD_DIM, d = item % HEAD_DIM, row = role.row(place);
       if (row >= BATCH) continue;
       const u32 both = fixed.window[place][1][slot_of(fixed.count[layer][row]) * SLOT_WORDS + d / 2];
@@ -184,7 +185,7 @@ void linear_step(Fixed& fixed, const Role& role, int kind) {
 
 // The new key and value take their slot of the window, in shared and in global memory.
 void enter_window(Fixed& fixed, const Role& role, const Layer& layer, int number, int head) {
-  for (int item = threadIdx.x; item < RANK_ROWS * 2 * SLOT_WORDS; item += COMPUTING) {
+  for (int item = threadIdx.x; item < RANK_ROWS * 2 * SLOT_WORDS; item += THREADS) {
     const int place = item / (2 * SLOT_WORDS), row = role.row(place);
     const int which = item / SLOT_WORDS % 2, word = item % SLOT_WORDS;  // of the key, or of the value
     if (row >= BATCH || fixed.keep[row] == 0) continue;
@@ -195,24 +196,28 @@ void enter_window(Fixed& fixed, const Role& role, const Layer& layer, int number
   }
 }
 
-// Values of a key or value that a lane has: of 8 lanes, each an eighth.
-constexpr int LANE_WORDS = HEAD_DIM / 16;
-struct Eighth {
-  u32 words[LANE_WORDS];
-  Eighth() {}
-  Eighth(const u32* vector) {
-    const u32* own = vector + lane() % 8 * LANE_WORDS;
-    if (LANE_WORDS % 4 == 0) {
+// Consecutive words, of two bfloat16 values each, of a key or value.
+template <int COUNT>
+struct Words {
+  u32 words[COUNT];
+
+  void load(const u32* from) {
+    if (COUNT % 4 == 0) {
 #pragma unroll
-      for (int i = 0; i < LANE_WORDS / 4; i++) ((uint4*)words)[i] = ((const uint4*)own)[i];
+      for (int i = 0; i < COUNT / 4; i++) {
+        const uint4 four = ((const uint4*)from)[i];
+        words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
+      }
     } else {
 #pragma unroll
-      for (int i = 0; i < LANE_WORDS; i++) words[i] = own[i];
+      for (int i = 0; i < COUNT; i++) words[i] = from[i];
     }
   }
 };
 
-float dot(const float* q, const Eighth& k) {
+constexpr int LANE_WORDS = HEAD_DIM / 16;  // of a key, for each of 8 lanes
+
+float dot(const float* q, const Words<LANE_WORDS>& k) {
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < LANE_WORDS; i++) sum += q[2 * i] * low_of(k.words[i]) + q[2 * i + 1] * high_of(k.words[i]);
@@ -223,7 +228,8 @@ float dot(const float* q, const Eighth& k) {
 void window_scores(Fixed& fixed, const Role& role) {
   for_each_by_warp(role, (WINDOW_SLOTS + 3) / 4, [&](int place, int block) {
     const int slot = block * 4 + lane() / 8;
-    const Eighth k(fixed.window[place][0] + (slot < WINDOW_SLOTS ? slot : 0) * SLOT_WORDS);
+    Words<LANE_WORDS> k;
+    k.load(fixed.window[place][0] + (slot < WINDOW_SLOTS ? slot : 0) * SLOT_WORDS + lane() % 8 * LANE_WORDS);
 #pragma unroll
     for (int r = 0; r < QUERIES; r++) {
       const float score = sum_over_lanes(dot(fixed.qkv[place] + r * HEAD_DIM + lane() % 8 * 2 * LANE_WORDS, k), 1, 4);
@@ -252,114 +258,164 @@ void window_outputs(Fixed& fixed, const Role& role, int layer, const HeadVectors
     near = sum_over_lanes(near, 1, 16);
     __syncwarp();
     const float total = near + mix * fmaxf(fixed.distant[place][r][HEAD_DIM], 0.f), scale = 1 / (total > 0 ? total : 1);
-    for (int d = lane() * 4; d < HEAD_DIM; d += 128) {
-      float4 out = scaled(four_at(&fixed.distant[place][r][d]), mix);
-      for (int slot = 0; slot < filled; slot++) {
+    // Lanes divide channels among themselves, and if there are more of them also the slots.
+    constexpr int QUADS = HEAD_DIM / 4, PARTS = 32 % QUADS == 0 ? 32 / QUADS : 1;
+    const int part = PARTS > 1 ? lane() / QUADS : 0;
+    for (int d = (PARTS > 1 ? lane() % QUADS : lane()) * 4; d < HEAD_DIM; d += 128) {
+      float4 out = scaled(four_at(&fixed.distant[place][r][d]), part == 0 ? mix : 0);
+#pragma unroll 4
+      for (int slot = part; slot < filled; slot += PARTS) {
         const uint2 v = *(const uint2*)&fixed.window[place][1][slot * SLOT_WORDS + d / 2];
         out = add(out, scores[slot], make_float4(low_of(v.x), high_of(v.x), low_of(v.y), high_of(v.y)));
       }
-      stage(fixed, place, r, d, scaled(out, scale));
+      if (PARTS > 1) {
+        out = make_float4(sum_over_lanes(out.x, QUADS, 16), sum_over_lanes(out.y, QUADS, 16),
+                          sum_over_lanes(out.z, QUADS, 16), sum_over_lanes(out.w, QUADS, 16));
+      }
+      if (part == 0) stage(fixed, place, r, d, scaled(out, scale));
     }
   });
 }
 
-// Softmax over this rank's part of a sequence's cache. A warp has four positions at once, 8 lanes for each, and each
-// keeps a running maximum. Then the 4 · WARPS results are merged, then those of the ranks that share the sequence.
+// Softmax over this rank's part of a sequence's cache, by tensor cores: 16 rows of queries, of which most are nothing,
+// with keys of 8 positions, then their weights with the values of 16. A warp has POSITIONS at once, and keeps a running
+// maximum. Then the results of warps are merged, then those of the ranks that share the sequence.
+//
+// Sums do not depend on the order of what is summed, nor outputs on that of channels. So a thread loads consecutive words
+// of a key, and of a value, as operands. Thread (g, c) of 8 × 4 has quarter c of the key at position g of 8; and eighth g
+// of the values at positions 2c, 2c + 1, 2c + 8 and 2c + 9 of 16.
 
-constexpr int AT_ONCE = 4;  // positions of a lane that are loaded at once
-constexpr int MOST_QUERIES = 64 / (2 * LANE_WORDS) > 0 ? 64 / (2 * LANE_WORDS) : 1;  // whose sums fit in registers
-constexpr int QUERIES_AT_ONCE = QUERIES < MOST_QUERIES ? QUERIES : MOST_QUERIES;
+constexpr int POSITIONS = HEAD_DIM > 128 ? 16 : 32;
+constexpr int PART = HEAD_DIM + 4;  // numerators, sum and largest score of a query
+constexpr int FITTING_QUERIES = REDUCED * ROWS * 16 / PART < 16 ? REDUCED * ROWS * 16 / PART : 16;
+constexpr int QUERIES_AT_ONCE = QUERIES < FITTING_QUERIES ? QUERIES : FITTING_QUERIES;
+constexpr int HALVES = QUERIES_AT_ONCE > 8 ? 2 : 1;  // a thread has rows g and g + 8
+static_assert(QUERIES_AT_ONCE > 0, "unsupported sizes");
 
-struct RunningSoftmax {
-  float largest = -1e30f, sum = 0, out[2 * LANE_WORDS] = {};
+struct RunningSoftmax {  // of a thread's rows, for its channels: 2c and 2c + 1 of each 8
+  float largest[HALVES], sum[HALVES], out[HEAD_DIM / 8][4];
 
-  void rescale(float new_largest) {
-    const float factor = expf(largest - new_largest);
-    largest = new_largest, sum *= factor;
+  RunningSoftmax() : out() {
+    for (int half = 0; half < HALVES; half++) largest[half] = -1e30f, sum[half] = 0;
+  }
+
+  void rescale(int half, float new_largest) {
+    const float factor = expf(largest[half] - new_largest);
+    largest[half] = new_largest, sum[half] *= factor;
 #pragma unroll
-    for (int i = 0; i < 2 * LANE_WORDS; i++) out[i] *= factor;
+    for (int i = 0; i < HEAD_DIM / 8; i++) out[i][2 * half] *= factor, out[i][2 * half + 1] *= factor;
   }
 };
 
-void attend_to_cache(Fixed& fixed, const Role& role, const Layer& layer, int number, int head, int place, int first) {
-  const int row = role.row(place), count = fixed.count[number][0], sequence = row * KV_HEADS + head;
-  const u32* keys = layer.k + (u64)sequence * fixed.capacity * SLOT_WORDS;
-  const u32* values = layer.v + (u64)sequence * fixed.capacity * SLOT_WORDS;
-  const unsigned char* valid = layer.valid + (u64)row * fixed.capacity;
-  float q[QUERIES_AT_ONCE][2 * LANE_WORDS];
-  RunningSoftmax softmax[QUERIES_AT_ONCE];
+int group() { return lane() / 4; }
+int quarter() { return lane() % 4; }
+int channel_of(int tile, int which) { return (2 * quarter() + which) * (HEAD_DIM / 8) + tile; }
+
+// The new token is not in the cache yet.
+void attend_to_new_token(RunningSoftmax& softmax, const float* const (&q)[HALVES], const float* k, const float* v) {
+  for (int half = 0; half < HALVES; half++) {
+    float score = 0;
+    for (int i = 0; i < HEAD_DIM / 4; i++) score += q[half][i] * k[quarter() * (HEAD_DIM / 4) + i];
+    softmax.largest[half] = QUERY_SCALE * sum_over_lanes(score, 1, 2);
+    softmax.sum[half] = quarter() == 0;
 #pragma unroll
-  for (int r = 0; r < QUERIES_AT_ONCE; r++)
+    for (int i = 0; i < HEAD_DIM / 8; i++)
 #pragma unroll
-    for (int i = 0; i < 2 * LANE_WORDS; i++) {
-      const int query = first + r < QUERIES ? first + r : 0;
-      q[r][i] = QUERY_SCALE * fixed.qkv[place][query * HEAD_DIM + lane() % 8 * 2 * LANE_WORDS + i];
-    }
-  const int stride = role.splits * WARPS * 4;  // positions between two of a lane
-  const int own = (role.split() * WARPS + warp()) * 4 + lane() / 8;
-  for (int position0 = own - lane() / 8; position0 < count; position0 += stride * AT_ONCE) {
-    Eighth k[AT_ONCE], v[AT_ONCE];
-    bool allowed[AT_ONCE];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
-      const int position = position0 + lane() / 8 + i * stride, safe = position < count ? position : 0;
-      k[i] = Eighth(keys + (u64)safe * SLOT_WORDS), v[i] = Eighth(values + (u64)safe * SLOT_WORDS);
-      allowed[i] = position < count && valid[safe];
-    }
-#pragma unroll
-    for (int r = 0; r < QUERIES_AT_ONCE; r++) {
-      float scores[AT_ONCE], largest = softmax[r].largest;
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        scores[i] = sum_over_lanes(dot(q[r], k[i]), 1, 4);
-        if (allowed[i]) largest = fmaxf(largest, scores[i]);
-      }
-      softmax[r].rescale(largest);
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        const float weight = allowed[i] ? expf(scores[i] - largest) : 0;
-        softmax[r].sum += weight;
-#pragma unroll
-        for (int j = 0; j < LANE_WORDS; j++) {
-          softmax[r].out[2 * j] += weight * low_of(v[i].words[j]);
-          softmax[r].out[2 * j + 1] += weight * high_of(v[i].words[j]);
-        }
-      }
-    }
+      for (int which = 0; which < 2; which++) softmax.out[i][2 * half + which] = v[channel_of(i, which)];
   }
-  // The new token is not in the cache yet.
+}
+
+void attend_to_cache(Fixed& fixed, const Role& role, const Layer& layer, int number, int head, int place, int first) {
+  constexpr int KEY_WORDS = HEAD_DIM / 8, VALUE_WORDS = HEAD_DIM / 16, TILES = POSITIONS / 8;
+  const int row = role.row(place), count = fixed.count[number][0], sequence = row * KV_HEADS + head;
+  const u32* keys = layer.k + (u64)sequence * fixed.capacity * SLOT_WORDS + quarter() * KEY_WORDS;
+  const u32* values = layer.v + (u64)sequence * fixed.capacity * SLOT_WORDS + group() * VALUE_WORDS;
+  const unsigned char* valid = layer.valid + (u64)row * fixed.capacity;
+  const float* q[HALVES];  // this thread's quarter; rows that are nothing are the last query once more
+  for (int half = 0; half < HALVES; half++) {
+    const int query = first + group() + 8 * half;
+    q[half] = fixed.qkv[place] + (query < QUERIES ? query : QUERIES - 1) * HEAD_DIM + quarter() * (HEAD_DIM / 4);
+  }
+  uint4 queries[HEAD_DIM / 16];
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 16; i++) {
+    const uint2 low = to_bfloats(four_at(q[0] + 4 * i));
+    const uint2 high = HALVES > 1 ? to_bfloats(four_at(q[HALVES - 1] + 4 * i)) : make_uint2(0, 0);
+    queries[i] = make_uint4(low.x, high.x, low.y, high.y);
+  }
+  RunningSoftmax softmax;
   if (role.split() == 0 && warp() == 0 && fixed.keep[row] > 0) {
+    const float* new_key = fixed.qkv[place] + QUERIES * HEAD_DIM;
+    attend_to_new_token(softmax, q, new_key, new_key + HEAD_DIM);
+  }
+  const int stride = role.splits * WARPS * POSITIONS;
+  for (int from = (role.split() * WARPS + warp()) * POSITIONS; from < count; from += stride) {
+    const auto safe = [&](int position) { return (u64)(position < count ? position : 0) * SLOT_WORDS; };
+    Words<KEY_WORDS> k[TILES];
+    Words<VALUE_WORDS> v[TILES][2];
+    bool allowed[TILES][2];
 #pragma unroll
-    for (int r = 0; r < QUERIES_AT_ONCE; r++) {
-      const float *k = fixed.qkv[place] + QUERIES * HEAD_DIM + lane() % 8 * 2 * LANE_WORDS, *v = k + HEAD_DIM;
-      float score = 0;
+    for (int tile = 0; tile < TILES; tile++) k[tile].load(keys + safe(from + tile * 8 + group()));
 #pragma unroll
-      for (int i = 0; i < 2 * LANE_WORDS; i++) score += q[r][i] * k[i];
-      score = sum_over_lanes(score, 1, 4);
-      if (lane() < 8) {
-        softmax[r].rescale(fmaxf(softmax[r].largest, score));
-        const float weight = expf(score - softmax[r].largest);
-        softmax[r].sum += weight;
+    for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-        for (int i = 0; i < 2 * LANE_WORDS; i++) softmax[r].out[i] += weight * v[i];
+      for (int which = 0; which < 2; which++) {
+        const int position = from + tile * 8 + 2 * quarter() + which;
+        v[tile][which].load(values + safe(position));
+        allowed[tile][which] = position < count && valid[position];
+      }
+    float scores[TILES][4] = {}, largest[HALVES];
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 16; i++) {
+        multiply_add(scores[tile], queries[i], k[tile].words[2 * i], k[tile].words[2 * i + 1]);
+      }
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+      largest[half] = softmax.largest[half];
+#pragma unroll
+      for (int i = 0; i < 2 * TILES; i++) {
+        float& score = scores[i / 2][2 * half + i % 2];
+        score = allowed[i / 2][i % 2] ? QUERY_SCALE * score : -1e30f;
+        largest[half] = fmaxf(largest[half], score);
+      }
+      softmax.rescale(half, largest_over_lanes(largest[half], 1, 2));
+#pragma unroll
+      for (int i = 0; i < 2 * TILES; i++) {
+        float& score = scores[i / 2][2 * half + i % 2];
+        score = allowed[i / 2][i % 2] ? expf(score - softmax.largest[half]) : 0;
+        softmax.sum[half] += score;
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile += 2) {  // 16 positions
+      const auto& low = scores[tile];
+      const auto& high = scores[tile + 1];
+      const uint4 weights = make_uint4(to_bfloats(low[0], low[1]), HALVES > 1 ? to_bfloats(low[2], low[3]) : 0,
+                                       to_bfloats(high[0], high[1]), HALVES > 1 ? to_bfloats(high[2], high[3]) : 0);
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 8; i++) {
+        const u32 halves = i % 2 ? 0x7632 : 0x5410;  // value i of two positions
+        multiply_add(softmax.out[i], weights, permute(v[tile][0].words[i / 2], v[tile][1].words[i / 2], halves),
+                     permute(v[tile + 1][0].words[i / 2], v[tile + 1][1].words[i / 2], halves));
       }
     }
   }
   float* merged = (float*)fixed.partial[warp()];  // of this warp: for each query numerators, sum, largest
+  for (int half = 0; half < HALVES; half++) {
+    const int r = group() + 8 * half;
+    const float sum = sum_over_lanes(softmax.sum[half], 1, 2);
+    if (r >= QUERIES_AT_ONCE) continue;
 #pragma unroll
-  for (int r = 0; r < QUERIES_AT_ONCE; r++) {
-    softmax[r].rescale(largest_over_lanes(softmax[r].largest, 8, 16));
-    const float sum = sum_over_lanes(softmax[r].sum, 8, 16);
-    float* to = merged + r * (HEAD_DIM + 4);
+    for (int i = 0; i < HEAD_DIM / 8; i++)
 #pragma unroll
-    for (int i = 0; i < 2 * LANE_WORDS; i++) {
-      const float out = sum_over_lanes(softmax[r].out[i], 8, 16);
-      if (lane() < 8) to[lane() * 2 * LANE_WORDS + i] = out;
-    }
-    if (lane() == 0) to[HEAD_DIM] = sum, to[HEAD_DIM + 1] = softmax[r].largest;
+      for (int which = 0; which < 2; which++) {
+        merged[r * PART + channel_of(i, which)] = softmax.out[i][2 * half + which];
+      }
+    if (quarter() == 0) merged[r * PART + HEAD_DIM] = sum, merged[r * PART + HEAD_DIM + 1] = softmax.largest[half];
   }
 }
-static_assert(QUERIES_AT_ONCE * (HEAD_DIM + 4) <= REDUCED * ROWS * 16, "unsupported sizes");
 
 // Merges `count` results of a query, `stride` apart: four numerators over the sum; with `partly`, all of (numerators,
 // sum, largest), four at once.
@@ -376,7 +432,7 @@ float4 merge(const float* parts, int count, int stride, int d, bool partly) {
   return d < HEAD_DIM ? out : make_float4(sum, largest, 0, 0);
 }
 
-constexpr u32 PARTS_BYTES = SPLITS * QUERIES * (HEAD_DIM + 4) * 4;
+constexpr u32 PARTS_BYTES = SPLITS * QUERIES * PART * 4;
 
 void softmax_attention(Shared& shared, const Role& role, const Layer& layer, int number, int head, u32& exchanges) {
   Fixed& fixed = shared.fixed;
@@ -388,10 +444,10 @@ void softmax_attention(Shared& shared, const Role& role, const Layer& layer, int
       attend_to_cache(fixed, role, layer, number, head, place, first);
       sync();
       const int stride = sizeof(fixed.partial[0]) / 4;
-      for (int item = threadIdx.x; item < QUERIES_AT_ONCE * QUARTERS; item += COMPUTING) {
+      for (int item = threadIdx.x; item < QUERIES_AT_ONCE * QUARTERS; item += THREADS) {
         const int r = item / QUARTERS, d = item % QUARTERS * 4;
         if (first + r >= QUERIES) continue;
-        const float* parts = (const float*)fixed.partial[0] + r * (HEAD_DIM + 4);
+        const float* parts = (const float*)fixed.partial[0] + r * PART;
         if (SPLITS > 1) {
           const float4 part = merge(parts, WARPS, stride, d, true);
           send(&fixed.parts[role.split()][first + r][d], role.rank - role.split(), part, &fixed.parts_barrier);
@@ -404,14 +460,14 @@ void softmax_attention(Shared& shared, const Role& role, const Layer& layer, int
     if (SPLITS > 1 && role.owns(place)) {
       wait_for_sends(&fixed.parts_barrier, exchanges++ % 2);
       if (threadIdx.x == 0) expect_bytes(&fixed.parts_barrier, PARTS_BYTES);
-      for (int item = threadIdx.x; item < QUERIES * HEAD_DIM / 4; item += COMPUTING) {
+      for (int item = threadIdx.x; item < QUERIES * HEAD_DIM / 4; item += THREADS) {
         const int r = item / (HEAD_DIM / 4), d = item % (HEAD_DIM / 4) * 4;
-        stage(fixed, place, r, d, merge(fixed.parts[0][r], SPLITS, QUERIES * (HEAD_DIM + 4), d, false));
+        stage(fixed, place, r, d, merge(fixed.parts[0][r], SPLITS, QUERIES * PART, d, false));
       }
     }
     if (role.owns(place)) {  // the new key and value, and whether the token is real
       const int count = fixed.count[number][0];
-      for (int item = threadIdx.x; item < 2 * SLOT_WORDS; item += COMPUTING) {
+      for (int item = threadIdx.x; item < 2 * SLOT_WORDS; item += THREADS) {
         const float* x = fixed.qkv[place] + (QUERIES + item / SLOT_WORDS) * HEAD_DIM + item % SLOT_WORDS * 2;
         u32* to = (item < SLOT_WORDS ? layer.k : layer.v) + (u64)(row * KV_HEADS + head) * fixed.capacity * SLOT_WORDS;
         to[(u64)count * SLOT_WORDS + item % SLOT_WORDS] = to_bfloats(x[0], x[1]);
@@ -424,7 +480,7 @@ void softmax_attention(Shared& shared, const Role& role, const Layer& layer, int
 
 void send_attended(Shared& shared, const Role& role) {
   constexpr int PIECES = ATTENDED / 8;
-  for (int item = threadIdx.x; item < RANK_ROWS * PIECES * RANKS; item += COMPUTING) {
+  for (int item = threadIdx.x; item < RANK_ROWS * PIECES * RANKS; item += THREADS) {
     const int place = item / (PIECES * RANKS), piece = item / RANKS % PIECES;
     if (!role.owns(place)) continue;
     send_piece(shared, role.row(place), piece * 8, shared.fixed.staged[place * PIECES + piece], item % RANKS,

@@ -6,15 +6,20 @@ enum Kind { MERGED, LINEAR, WINDOWED, SOFTMAX };             // of a layer's att
 enum Activation { RELU, GELU, GELU_EXACT, SWISH };
 
 constexpr int GROUPS = (BATCH + 15) / 16, ROWS = 16 * GROUPS;  // tensor cores multiply 16 sequences (rows) at once
-constexpr int WARPS = 8, COMPUTING = 32 * WARPS;               // threads that compute
-constexpr int THREADS = COMPUTING + 64;
-constexpr int LOADING_WARP = WARPS, COUNTING_WARP = WARPS + 1;  // one loads weights, the other counts blocks
+constexpr int WARPS = 8, THREADS = 32 * WARPS;                 // of a block
+constexpr int MOVER = THREADS - 32;  // the thread that moves vectors and states; its warp has least to multiply
 constexpr int BLOCKS = CLUSTERS * RANKS;
 
 // Item `index` of a deal of `total` items to `parts` gets every parts-th: how many that are.
 constexpr int share(int total, int index, int parts) { return (total - index + parts - 1) / parts; }
 
-// Tiles of matrices: 16 outputs × 16 inputs, 512 bytes, 16 for each of a warp's threads.
+// Tiles of matrices: 16 outputs × 16 inputs. Each of a warp's threads has 8 of its weights: bfloat16, or 8-bit integers
+// with a scale for each output.
+#if INT8
+typedef uint2 Fragment;
+#else
+typedef uint4 Fragment;
+#endif
 constexpr int STEPS = WIDTH / 16;                                // tiles in a row of a product with the stream
 constexpr int STREAM_TILES = WIDTH / 16;                         // of outputs that are channels of the stream
 constexpr int UNIT_TILE = GATED ? 8 : 16;                        // units of a tile; with gates, each has two outputs
@@ -62,9 +67,9 @@ struct Role {
   int up_tiles() const { return UNIT_ROWS / CLUSTERS + (cluster >= CLUSTERS - UNIT_ROWS % CLUSTERS); }
   int stream_tiles() const { return share(STREAM_TILES, rank, RANKS); }
   int units() const { return up_tiles() * RANKS * UNIT_TILE; }
-  int tiles() const {  // of the whole layer
-    return heads * (qkv_tiles() * STEPS + stream_tiles() * (ATTENDED / 16)) + up_tiles() * STEPS +
-           stream_tiles() * (units() / 16);
+  int tiles(int warp) const {  // that a warp reads in the whole layer
+    const int steps = share(STEPS, warp, WARPS), outputs = share(stream_tiles(), warp, WARPS);
+    return (heads * qkv_tiles() + up_tiles()) * steps + outputs * (heads * ATTENDED + units()) / 16;
   }
 
   // The sequences of this cluster: row n · replicas + replica is its nth. The first of the `splits` ranks that have it
@@ -80,30 +85,37 @@ struct Role {
   bool owns(int place) const { return row(place) < BATCH && split() == 0; }
 };
 
-// Vectors: the weights of each output summed over inputs, by which a norm's mean is multiplied; biases; and what
-// attention needs. The scales and biases of norms are part of the matrices that follow them.
+// Vectors: of products, biases, and what attention needs. The scales and biases of norms are part of the matrices that
+// follow them.
+
+template <int TILES>
+struct Outputs {                                // of a product with the stream
+  float sums[TILES * 16], bias[TILES * 16];     // sums of weights over inputs: a norm's mean is multiplied by them
+  float scale[INT8 * TILES * 16 + 4 * !INT8];   // of 8-bit weights
+};
 
 struct alignas(16) HeadVectors {
-  float qkv_sums[MOST_QKV_TILES * 16], qkv_bias[MOST_QKV_TILES * 16];
+  Outputs<MOST_QKV_TILES> qkv;
   u32 map[HEAD_DIM / 2 * FEATURES];  // φ's matrix: two neighbouring inputs for each feature
   float map_bias[FEATURES], query_scale[HEAD_DIM], key_scale[HEAD_DIM];
   float mixture[QUERIES * HEAD_DIM], mixture_bias[(QUERIES + 3) / 4 * 4];
 };
 
 struct Residual {  // for this rank's channels: the branch's bias; with norms after, the stream's norm
-  float bias[MOST_STREAM_TILES * 16];
+  float bias[MOST_STREAM_TILES * 16], scale[INT8 * MOST_STREAM_TILES * 16 + 4 * !INT8];
   float norm_scale[NORMS_AFTER * MOST_STREAM_TILES * 16 + 4], norm_bias[NORMS_AFTER * MOST_STREAM_TILES * 16 + 4];
 };
 
 struct alignas(16) Vectors {
   HeadVectors heads[MOST_HEADS];
-  float up_sums[MOST_UP_TILES * 16], up_bias[MOST_UP_TILES * 16];
+  Outputs<MOST_UP_TILES> up;
   Residual attention, feedforward;
 };
 
 struct Layer {
   int kind, rotary;  // which table of angles; -1: none
-  const uint4* weights;
+  const Fragment* weights;
+  int chunks;  // that a warp's weights have room for
   const Vectors* vectors;
   float *S, *z;
   u32 *k, *v;   // the slots of a window, or a cache: two bfloat16 values each
@@ -111,8 +123,8 @@ struct Layer {
   unsigned char* valid;
 };
 
-constexpr int CHUNK_TILES = 16, CHUNK = CHUNK_TILES * 32;  // 16-byte values of a chunk
-constexpr int REDUCED = 3;      // tiles whose partial sums are added up at once
+constexpr int CHUNK_TILES = 8, CHUNK = CHUNK_TILES * 32;  // of weights that are loaded at once; fragments of a chunk
+constexpr int REDUCED = 4;      // tiles whose partial sums are added up at once
 constexpr int S_SIZE = FEATURES * HEAD_DIM, SLOT_WORDS = HEAD_DIM / 2;
 constexpr int PAIRS = ROTATED / 2;  // of dimensions that are rotated together
 
@@ -134,28 +146,24 @@ struct Fixed {
   float angles[2][ROTARY_TABLES][RANK_ROWS][2][PAIRS > 0 ? PAIRS : 1];  // softmax layers, others: cosines, sines
   float keep[ROWS];
   int count[LAYERS][BATCH];
+  int tiles[LAYERS][WARPS];  // that each warp reads
   alignas(16) Vectors vectors[2];  // of this layer, and of the next
   Layer layers[LAYERS];
   u32* clocks;
   int capacity;      // of caches, in tokens
-  u32 streams_read;  // how often this block has read the stream
   u64 vector_barrier[2], state_barrier, qkv_barrier, parts_barrier, attended_barrier, hidden_barrier;
 };
 
-constexpr int FITTING_SLOTS = (SHARED_MEMORY - (int)sizeof(Fixed) - 256) / (CHUNK * 16 + 16);
+// Each warp has a ring of chunks of weights.
+constexpr int RING_BYTES = WARPS * (CHUNK * (int)sizeof(Fragment) + 8);  // of one slot of each warp, with its barrier
+constexpr int FITTING_SLOTS = (SHARED_MEMORY - (int)sizeof(Fixed) - 256) / RING_BYTES;
 constexpr int SLOTS = FITTING_SLOTS < MOST_SLOTS ? FITTING_SLOTS : MOST_SLOTS;
-static_assert(SLOTS >= 4, "too large for shared memory");
-
-// Loads are served in order: what a block reads after a barrier of all blocks waits for the weights that it is loading.
-// If the ring holds a whole layer, nothing is gained by loading as early as possible, and slots are refilled only when
-// the stream has been read.
-constexpr int MOST_CHUNKS = MERGED_CHUNKS > LINEAR_CHUNKS ? MERGED_CHUNKS : LINEAR_CHUNKS;
-constexpr bool PACED = PACES && (MOST_CHUNKS > SOFTMAX_CHUNKS ? MOST_CHUNKS : SOFTMAX_CHUNKS) + 2 <= SLOTS;
+static_assert(SLOTS * CHUNK_TILES >= 12 / GROUPS + CHUNK_TILES - 1, "too large for shared memory");
 
 struct Shared {
-  uint4 ring[SLOTS][CHUNK];
+  alignas(128) Fragment ring[WARPS][SLOTS * CHUNK];
   Fixed fixed;
-  u64 full[SLOTS], empty[SLOTS];
+  u64 loaded[WARPS][SLOTS];
 };
 static_assert(sizeof(Shared) <= SHARED_MEMORY, "too large for shared memory");
 
@@ -169,6 +177,7 @@ float4 add(float4 x, float4 y) { return make_float4(x.x + y.x, x.y + y.y, x.z + 
 float4 add(float4 x, float factor, float4 y) {  // x + factor · y
   return make_float4(x.x + factor * y.x, x.y + factor * y.y, x.z + factor * y.z, x.w + factor * y.w);
 }
+float4 multiplied(float4 x, float4 y) { return make_float4(x.x * y.x, x.y * y.y, x.z * y.z, x.w * y.w); }
 float4 scaled(float4 x, float scale) { return make_float4(x.x * scale, x.y * scale, x.z * scale, x.w * scale); }
 float4& four_at(float* x) { return *(float4*)x; }
 const float4& four_at(const float* x) { return *(const float4*)x; }
@@ -192,11 +201,11 @@ float activated(float x) {
 // With CLOCKS, one thread of each block notes the time at some points of each layer.
 #ifdef CLOCKS
 #define MARK(layer, point) \
-  if (threadIdx.x == 0) fixed.clocks[(blockIdx.x * LAYERS + layer) * 9 + point] = read_clock()
+  if (threadIdx.x == 0) fixed.clocks[(blockIdx.x * LAYERS + layer) * 15 + point] = read_clock()
 #else
 #define MARK(layer, point)
 #endif
 
 int warp() { return threadIdx.x / 32; }
 int lane() { return threadIdx.x % 32; }
-void sync() { sync_threads<1, COMPUTING>(); }  // of all threads that compute
+void sync() { sync_threads<1, THREADS>(); }

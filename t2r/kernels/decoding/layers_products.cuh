@@ -1,70 +1,92 @@
 // all_layers.cu, part 2: the two products of each half of a layer, the weights that they read, and the residual stream.
 
-// Weights. A warp waits for a chunk before it reads it, and releases it when it will read no more of it.
+// Weights. Each warp has its own: a sequence of chunks of tiles, in the order in which it reads them. It loads them into
+// its ring, and loads the next chunk as soon as it has read one, across products, barriers and layers. So no warp ever
+// waits for another one's weights.
+
+#if INT8
+// Two of four 8-bit integers, as bfloat16. 0x43 before a byte makes 128 + its lower 7 bits, or with only its sign bit
+// 128 or 256; the difference is the integer.
+u32 two_integers(u32 four, u32 bytes) {
+  const u32 both = permute(four, 0x43434343u, bytes);
+  return subtract_bfloats(both & 0xff7fff7fu, both & 0xff80ff80u);
+}
+uint4 weights_of(Fragment x) {
+  return make_uint4(two_integers(x.x, 0x4140), two_integers(x.x, 0x4342), two_integers(x.y, 0x4140),
+                    two_integers(x.y, 0x4342));
+}
+#else
+uint4 weights_of(Fragment x) { return x; }
+#endif
 
 struct Weights {
   Shared& shared;
-  int first = 0, released = 0, ready = 0;  // numbers of chunks: the layer's first; those below are released, loaded
-  int position = 0;                        // the product's first tile, in the layer
+  const int warp = same_in_warp(threadIdx.x / 32);
+  Fragment* const ring = shared.ring[warp];
+  u64* const loaded = shared.loaded[warp];
+  const Fragment* next;                        // chunk to load
+  int layer = -1, chunks = 0;                  // that is loaded now; chunks of it that are left
+  int free = 0;                                // the slot that is loaded next
+  int waited = 0;                              // the slot that is waited for next
+  u32 parity = 0;                              // of its barrier
+  int tile = 0;                                // the next one, in the ring
+  int available = 0, unreleased = 0;           // tiles that can be read, and that were read but are not loaded over yet
 
-  // Before reading tiles from `from` to `to`; none before `from` will be read any more.
-  void need(int from, int to) {
-    const int from_chunk = first + from / CHUNK_TILES, to_chunk = first + to / CHUNK_TILES;
-    release_before(from_chunk);
-    while (ready <= to_chunk) wait_for_next();
+  Weights(Shared& shared) : shared(shared) {
+    for (int slot = 0; slot < SLOTS; slot++) load_next();
   }
 
-  void release_before(int chunk) {
-    while (released < chunk) {
-      if (ready == released) wait_for_next();
-      __syncwarp();
-      if (lane() == 0) arrive(&shared.empty[released % SLOTS]);
-      released++;
+  void load_next() {
+    while (chunks == 0 && layer + 1 < LAYERS) {
+      const Layer& own = shared.fixed.layers[++layer];
+      chunks = (shared.fixed.tiles[layer][warp] + CHUNK_TILES - 1) / CHUNK_TILES;
+      next = own.weights + (u64)((blockIdx.x * WARPS + warp) * own.chunks) * CHUNK;
+    }
+    if (chunks == 0) return;  // all are loaded
+    if (lane() == 0) {
+      u64* barrier = &loaded[free];
+      expect_bytes(barrier, CHUNK * sizeof(Fragment));
+      load_async(ring + free * CHUNK, next, CHUNK * sizeof(Fragment), barrier);
+    }
+    next += CHUNK, chunks--;
+    free = free + 1 < SLOTS ? free + 1 : 0;
+  }
+
+  void wait_for(int count) {
+#pragma unroll 1
+    while (available < count) {
+      wait_for_loads(&loaded[waited], parity);
+      available += CHUNK_TILES;
+      if (++waited == SLOTS) waited = 0, parity ^= 1;
     }
   }
 
-  void wait_for_next() {
-    wait_for_loads(&shared.full[ready % SLOTS], ready / SLOTS % 2);
-    ready++;
+  void move_on(int count) {  // these tiles will not be read any more
+    tile += count, available -= count, unreleased += count;
+    if (tile >= SLOTS * CHUNK_TILES) tile -= SLOTS * CHUNK_TILES;
+    if (unreleased < CHUNK_TILES) return;
+    __syncwarp();
+    for (; unreleased >= CHUNK_TILES; unreleased -= CHUNK_TILES) load_next();
   }
 
-  uint4 tile(int number) const {
-    return shared.ring[(first + number / CHUNK_TILES) % SLOTS][number % CHUNK_TILES * 32 + lane()];
+  Fragment at(int number) const {  // of the next tiles
+    const int place = tile + number;
+    return ring[(place < SLOTS * CHUNK_TILES ? place : place - SLOTS * CHUNK_TILES) * 32 + lane()];
   }
 
-  // After a product, by all warps: also one that has read none of its tiles releases them.
-  void next_product(int tiles) {
-    position += tiles;
-    release_before(first + position / CHUNK_TILES);
-  }
-
-  void next_layer(const Role& role) {
-    first += (role.tiles() + CHUNK_TILES - 1) / CHUNK_TILES;
-    position = 0;
-    release_before(first);
+  void end_layer(int number) {  // the last chunk of a layer may have tiles that are nothing
+    const int padding = -shared.fixed.tiles[number][warp] & (CHUNK_TILES - 1);
+    if (padding) move_on(padding);
   }
 };
 
-void load_weights(Shared& shared) {  // one thread: all chunks of all layers
-  int number = 0;
-  u32 seen = 0;
-  for (int layer = 0; layer < LAYERS; layer++) {
-    const Layer& own = shared.fixed.layers[layer];
-    const int chunks = (Role(own.kind).tiles() + CHUNK_TILES - 1) / CHUNK_TILES;
-    const int stride = own.kind == MERGED ? MERGED_CHUNKS : own.kind == SOFTMAX ? SOFTMAX_CHUNKS : LINEAR_CHUNKS;
-    const uint4* from = own.weights + (u64)blockIdx.x * stride * CHUNK;
-    for (int chunk = 0; chunk < chunks; chunk++, number++) {
-      const int slot = number % SLOTS;
-      if (number >= SLOTS) {
-        const u32 parity = (number / SLOTS - 1) % 2;
-        while (PACED && !has_ended(&shared.empty[slot], parity)) {
-          seen = wait_for_change(&shared.fixed.streams_read, seen);
-        }
-        wait_for_sends(&shared.empty[slot], parity);
-      }
-      expect_bytes(&shared.full[slot], sizeof(shared.ring[0]));
-      load_async(shared.ring[slot], from + chunk * CHUNK, sizeof(shared.ring[0]), &shared.full[slot]);
-    }
+// Adds the products of 16 inputs x with a tile of 16 outputs.
+void multiply_tile(float (&sums)[GROUPS][2][4], const uint4 (&x)[GROUPS], Fragment fragment) {
+  const uint4 weights = weights_of(fragment);
+#pragma unroll
+  for (int group = 0; group < GROUPS; group++) {
+    multiply_add(sums[group][0], x[group], weights.x, weights.y);
+    multiply_add(sums[group][1], x[group], weights.z, weights.w);
   }
 }
 
@@ -74,7 +96,7 @@ int stream_index(int row, int channel) { return (channel / 16 * ROWS + row) * 16
 float* stream_buffer(float* work, int phase) { return work + phase % 3 * ROWS * WIDTH; }
 
 void zero_share(float* buffer) {  // each block a share of it
-  for (int i = blockIdx.x * COMPUTING + threadIdx.x; i < ROWS * WIDTH / 4; i += BLOCKS * COMPUTING) {
+  for (int i = blockIdx.x * THREADS + threadIdx.x; i < ROWS * WIDTH / 4; i += BLOCKS * THREADS) {
     ((float4*)buffer)[i] = make_float4(0, 0, 0, 0);
   }
 }
@@ -82,15 +104,21 @@ void zero_share(float* buffer) {  // each block a share of it
 // The first product: x · weightsᵀ for `tiles` of 16 outputs. Each warp multiplies every WARPS-th 16 channels; then the
 // sums of all warps are added up. Calls finish(tile, row, first output of four in the tile, the four), with the norm.
 // PASS is the number of tiles for which a thread has registers; if there are more, x is read again.
+//
+// Loops are not unrolled where they need not be: what does not fit into the cache of instructions is slow.
 
 constexpr int pass_size(int most_tiles) { return most_tiles * GROUPS < 12 ? most_tiles : 12 / GROUPS; }
 
 template <int PASS, typename Finish>
 void stream_product(Shared& shared, Weights& weights, const float* x, int tiles, bool has_norm, const float* sums_of,
-                    const float* bias, Finish finish) {
-  constexpr int WARP_STEPS = (STEPS + WARPS - 1) / WARPS;
-  constexpr int AHEAD = ((WARP_STEPS < 6 ? WARP_STEPS : 4) + GROUPS - 1) / GROUPS;  // steps whose x is loaded at once
+                    const float* bias, const float* scale, int number, int point, Finish finish) {
+  constexpr int WARP_STEPS = (STEPS + WARPS - 1) / WARPS, ROUNDS = (WARP_STEPS * GROUPS + 7) / 8;
+  constexpr int AHEAD = (WARP_STEPS + ROUNDS - 1) / ROUNDS;  // steps whose x is loaded at once
+  constexpr int AT_ONCE = PASS < 4 ? PASS : 4;               // tiles that are read before the first is multiplied
   Fixed& fixed = shared.fixed;
+  // Each thread reads what it has written itself.
+  uint4(*operands)[GROUPS][32] = (uint4(*)[GROUPS][32])fixed.partial[weights.warp];
+  static_assert(AHEAD * GROUPS * 32 <= REDUCED * ROWS * 4, "operands need more space");
   for (int first = 0; first < tiles; first += PASS) {
     const int count = tiles - first < PASS ? tiles - first : PASS;
     float sums[PASS][GROUPS][2][4] = {}, sum[GROUPS][2] = {}, squares[GROUPS][2] = {};
@@ -105,9 +133,9 @@ void stream_product(Shared& shared, Weights& weights, const float* x, int tiles,
           loaded[ahead][i / 2][i % 2] = step < STEPS && row < BATCH ? load_global(four) : make_float4(0, 0, 0, 0);
         }
     };
-    load(warp());
-    for (int step0 = warp(); step0 < STEPS; step0 += AHEAD * WARPS) {
-      uint4 operands[AHEAD][GROUPS];
+    load(weights.warp);
+#pragma unroll 1
+    for (int step0 = weights.warp; step0 < STEPS; step0 += AHEAD * WARPS) {
 #pragma unroll
       for (int ahead = 0; ahead < AHEAD; ahead++)
 #pragma unroll
@@ -120,33 +148,38 @@ void stream_product(Shared& shared, Weights& weights, const float* x, int tiles,
             squares[group][half] += (four.x * four.x + four.y * four.y) + (four.z * four.z + four.w * four.w);
             halves[half] = to_bfloats(four);
           }
-          operands[ahead][group] = make_uint4(halves[0].x, halves[1].x, halves[0].y, halves[1].y);
+          operands[ahead][group][lane()] = make_uint4(halves[0].x, halves[1].x, halves[0].y, halves[1].y);
         }
-      if (step0 + AHEAD * WARPS < STEPS) load(step0 + AHEAD * WARPS);
+      if (first == 0 && step0 == weights.warp) MARK(number, point);
+      if (ROUNDS > 1 && step0 + AHEAD * WARPS < STEPS) load(step0 + AHEAD * WARPS);
+      const int steps = share(STEPS - step0, 0, WARPS) < AHEAD ? share(STEPS - step0, 0, WARPS) : AHEAD;
+#pragma unroll 1
+      for (int step = 0; step < steps; step++) {
+        uint4 own[GROUPS];
 #pragma unroll
-      for (int ahead = 0; ahead < AHEAD; ahead++) {
-        const int step = step0 + ahead * WARPS, tile = weights.position + first * STEPS + step * count;
-        if (step >= STEPS) break;
-        weights.need(tile, tile + count - 1);
+        for (int group = 0; group < GROUPS; group++) own[group] = operands[step][group][lane()];
+        weights.wait_for(count);
 #pragma unroll
-        for (int i = 0; i < PASS; i++) {
-          if (i < count) {
-            const uint4 fragment = weights.tile(tile + i);
+        for (int i0 = 0; i0 < PASS; i0 += AT_ONCE) {
+          if (i0 >= count) break;
+          Fragment fragments[AT_ONCE];
 #pragma unroll
-            for (int group = 0; group < GROUPS; group++) {
-              multiply_add(sums[i][group][0], operands[ahead][group], fragment.x, fragment.y);
-              multiply_add(sums[i][group][1], operands[ahead][group], fragment.z, fragment.w);
-            }
+          for (int i = 0; i < AT_ONCE; i++) fragments[i] = weights.at(i0 + i);  // beyond `count`: others, in vain
+#pragma unroll
+          for (int i = 0; i < AT_ONCE && i0 + i < PASS; i++) {
+            if (i0 + i < count) multiply_tile(sums[i0 + i], own, fragments[i]);
           }
         }
+        weights.move_on(count);
       }
     }
+    MARK(number, point + 1);
     if (first == 0 && has_norm) {
 #pragma unroll
       for (int i = 0; i < 2 * GROUPS; i++) {
         const float total = sum_over_lanes(sum[i / 2][i % 2], 1, 2);
         const float total_squares = sum_over_lanes(squares[i / 2][i % 2], 1, 2);
-        if (lane() % 4 == 0) fixed.moments[warp()][lane() / 4 + 8 * i] = make_float2(total, total_squares);
+        if (lane() % 4 == 0) fixed.moments[weights.warp][lane() / 4 + 8 * i] = make_float2(total, total_squares);
       }
     }
 #pragma unroll
@@ -158,19 +191,19 @@ void stream_product(Shared& shared, Weights& weights, const float* x, int tiles,
         for (int j = 0; j < 2 * GROUPS; j++) {
           const auto& s = sums[i][j / 2];
           const int half = j % 2 * 2, row = lane() / 4 + 8 * j;
-          fixed.partial[warp()][((i - round) * ROWS + row) * 4 + lane() % 4] =
+          fixed.partial[weights.warp][((i - round) * ROWS + row) * 4 + lane() % 4] =
               make_float4(s[0][half], s[0][half + 1], s[1][half], s[1][half + 1]);
         }
       }
       sync();
-      if (PACED && first == 0 && round == 0 && threadIdx.x == 0) change(&fixed.streams_read);
       const int items = (count - round < REDUCED ? count - round : REDUCED) * ROWS * 4;
-      for (int item = threadIdx.x; item < items; item += COMPUTING) {
+      for (int item = threadIdx.x; item < items; item += THREADS) {
         const int tile = first + round + item / (ROWS * 4), row = item / 4 % ROWS, output = item % 4 * 4;
         if (row >= BATCH) continue;
         float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll
         for (int w = 0; w < WARPS; w++) total = add(total, fixed.partial[w][item]);
+        if (INT8) total = multiplied(total, four_at(scale + tile * 16 + output));
         float2 norm = make_float2(0, 1);
         if (has_norm) {
           float x_sum = 0, x_squares = 0;
@@ -187,57 +220,67 @@ void stream_product(Shared& shared, Weights& weights, const float* x, int tiles,
       sync();
     }
   }
-  weights.next_product(tiles * STEPS);
 }
 
 // The second product: of `operand`, for this rank's channels of the stream; each warp has every WARPS-th tile of them.
 // Adds the result to buffer `to` for the rows that `has` accepts.
 
 template <typename Has>
-void operand_product(Shared& shared, Weights& weights, const Role& role, int inputs, float* to, Has has) {
-  constexpr int AT_ONCE = 4;  // steps
-  const int steps = inputs / 16, tiles = role.stream_tiles();
-  const uint2* own = (const uint2*)shared.fixed.operand + lane();
-  for (int first = 0; first < tiles; first += WARPS) {
-    const int count = tiles - first < WARPS ? tiles - first : WARPS;
-    if (warp() >= count) break;
-    const int tile0 = weights.position + first * steps + warp();
-    float sums[GROUPS][2][4] = {};
+void operand_product(Shared& shared, Weights& weights, const Role& role, int inputs, const float* scale, float* to,
+                     Has has) {
+  constexpr int MOST_OWN = share(MOST_STREAM_TILES, 0, WARPS), PASS = MOST_OWN * GROUPS < 4 ? MOST_OWN : 4 / GROUPS;
+  constexpr int AT_ONCE = PASS < 4 ? 4 : 2;  // steps
+  const int own_tiles = share(role.stream_tiles(), weights.warp, WARPS), steps = inputs / 16;
+  const uint2* operand = (const uint2*)shared.fixed.operand + lane();
+  for (int first = 0; first < own_tiles; first += PASS) {
+    const int count = own_tiles - first < PASS ? own_tiles - first : PASS;
+    float sums[PASS][GROUPS][2][4] = {};
+#pragma unroll 1
     for (int step0 = 0; step0 < steps; step0 += AT_ONCE) {
-      const int last = steps - step0 < AT_ONCE ? steps - 1 : step0 + AT_ONCE - 1;
-      weights.need(tile0 + step0 * count, tile0 + last * count);
+      const int now = steps - step0 < AT_ONCE ? steps - step0 : AT_ONCE;
+      Fragment fragments[AT_ONCE][PASS];
+      uint4 x[AT_ONCE][GROUPS];
+      weights.wait_for(now * count);
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        const int step = step0 + i;
-        if (step < steps) {
-          const uint4 fragment = weights.tile(tile0 + step * count);
+      for (int step = 0; step < AT_ONCE; step++) {  // beyond `now`: others, in vain
 #pragma unroll
-          for (int group = 0; group < GROUPS; group++) {
-            const uint2 low = own[(step * ROWS + group * 16) * 4], high = own[(step * ROWS + group * 16 + 8) * 4];
-            const uint4 x = make_uint4(low.x, high.x, low.y, high.y);
-            multiply_add(sums[group][0], x, fragment.x, fragment.y);
-            multiply_add(sums[group][1], x, fragment.z, fragment.w);
-          }
+        for (int i = 0; i < PASS; i++) fragments[step][i] = weights.at(step * count + i);
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++) {
+          const uint2* low = operand + ((step < now ? step0 + step : 0) * ROWS + group * 16) * 4;
+          x[step][group] = make_uint4(low[0].x, low[32].x, low[0].y, low[32].y);
         }
       }
-    }
-    const int channel = (role.rank + (first + warp()) * RANKS) * 16 + lane() % 4 * 4;
 #pragma unroll
-    for (int i = 0; i < 2 * GROUPS; i++) {
-      const auto& s = sums[i / 2];
-      const int half = i % 2 * 2, row = lane() / 4 + 8 * i;
-      const float4 four = make_float4(s[0][half], s[0][half + 1], s[1][half], s[1][half + 1]);
-      if (has(row)) atomic_add(to + stream_index(row, channel), four);
+      for (int step = 0; step < AT_ONCE; step++)
+#pragma unroll
+        for (int i = 0; i < PASS; i++) {
+          if (step < now && i < count) multiply_tile(sums[i], x[step], fragments[step][i]);
+        }
+      weights.move_on(now * count);
+    }
+#pragma unroll
+    for (int i = 0; i < PASS; i++) {
+      if (i >= count) break;
+      const int tile = weights.warp + (first + i) * WARPS, output = lane() % 4 * 4;
+      const int channel = (role.rank + tile * RANKS) * 16 + output;
+#pragma unroll
+      for (int j = 0; j < 2 * GROUPS; j++) {
+        const auto& s = sums[i][j / 2];
+        const int half = j % 2 * 2, row = lane() / 4 + 8 * j;
+        float4 four = make_float4(s[0][half], s[0][half + 1], s[1][half], s[1][half + 1]);
+        if (INT8) four = multiplied(four, four_at(scale + tile * 16 + output));
+        if (has(row)) atomic_add(to + stream_index(row, channel), four);
+      }
     }
   }
-  weights.next_product(tiles * steps);
 }
 
 // Adds x, with norms after its norm, and the branch's bias: what the sum over all clusters has once.
 template <typename Has>
 void add_residual(Shared& shared, const Role& role, const float* x, float* to, const Residual& residual, bool has_norm,
                   Has has) {
-  for (int item = threadIdx.x; item < role.stream_tiles() * ROWS * 4; item += COMPUTING) {
+  for (int item = threadIdx.x; item < role.stream_tiles() * ROWS * 4; item += THREADS) {
     const int tile = item / (ROWS * 4), row = item / 4 % ROWS, output = item % 4 * 4, vector = tile * 16 + output;
     if (!has(row)) continue;
     const int index = stream_index(row, (role.rank + tile * RANKS) * 16 + output);

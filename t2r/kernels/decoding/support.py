@@ -28,11 +28,11 @@ ONE_KERNEL_LAYERS = 64  # at most; each adds four pointers to the kernel's param
 
 # The kernel of all layers for many architectures, `all_layers.cu`; also in clusters of RANKS blocks.
 ALL_LAYERS_CLUSTERS = 15
-ALL_LAYERS_THREADS = 320
+ALL_LAYERS_THREADS = 256
 ALL_LAYERS_SEQUENCES = 32  # in a batch, at most
 # Where it is used without being asked for (results/NOTES.md): it was measured to be faster than XLA with layers of 7 MB
-# and slower with layers of 121 MB; and with 4 softmax layers of 30, not with more.
-FASTER_LAYER_BYTES = 32 * 2**20
+# and of 121 MB; and with 4 softmax layers of 30, not with more.
+FASTER_LAYER_BYTES = 128 * 2**20
 FASTER_SOFTMAX_SHARE = 1 / 4
 
 
@@ -131,11 +131,6 @@ def in_8_bits(model: Any) -> bool:
     return getattr(model, "weights", None) == "int8"
 
 
-def takes_int8() -> bool:
-    """Whether the kernel of all layers for many architectures reads matrices in 8 bits."""
-    return False
-
-
 def all_layers_available(model: Any, batch: int, device: Device | None = None) -> bool:
     """Whether the kernel of all layers for many architectures runs this model: on an H100 or H200, in bfloat16.
 
@@ -145,8 +140,6 @@ def all_layers_available(model: Any, batch: int, device: Device | None = None) -
     if not gpu_has_kernels(config.kernels, device) or device.capability != HOPPER:
         return False
     problems = all_layers_problems(model) + (all_layers_slower(config) if config.kernels == "auto" else [])
-    if in_8_bits(model) and not takes_int8():
-        problems.append("its matrices have 8 bits")
     if batch > ALL_LAYERS_SEQUENCES:
         problems.append(f"the batch has more than {ALL_LAYERS_SEQUENCES} sequences")
     if config.dtype != "bfloat16":
