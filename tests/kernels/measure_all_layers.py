@@ -139,7 +139,12 @@ def cases() -> dict:
         found[f"time {name}, batch {batch}"] = lambda n=name, b=batch, t=length: measure(n, b, t)
         if (name, batch) in (("smol", 16), ("llama", 16), ("smol hybrid", 16)):
             found[f"clocks {name}, batch {batch}"] = lambda n=name, b=batch, t=length: clocks(n, b, t)
-    grids = [("smol", dict(clusters=12)), ("smol", dict(clusters=8))]
+    grids = [
+        ("smol", dict(bulk_copies=False)),
+        ("llama", dict(bulk_copies=False)),
+        ("smol", dict(clusters=12)),
+        ("smol", dict(clusters=8)),
+    ]
     grids += [("smol", dict(clusters=24, ranks=4)), ("llama", dict(clusters=30, ranks=4))]
     for name, grid in grids:
         label = ", ".join(f"{key} {value}" for key, value in grid.items())

@@ -51,8 +51,10 @@ needs_nvrtc = pytest.mark.skipif(cuda.nvrtc() is None, reason="needs NVRTC (nvid
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("case", CASES)
-def test_the_kernel_equals_the_models_step(case, tmp_path):
+@pytest.mark.parametrize(
+    ("case", "bulk_copies"), [(case, True) for case in CASES] + [("llama", False), ("many sequences", False)]
+)
+def test_the_kernel_equals_the_models_step(case, bulk_copies, tmp_path):
     """For a batch of which one sequence has ended, after prompts longer than the window."""
     fields, batch, clusters, ranks = CASES[case]
     length = LONG_PROMPT if "long" in case else 7
@@ -66,7 +68,7 @@ def test_the_kernel_equals_the_models_step(case, tmp_path):
     positions = state.position + active[:, 0] - 1
     hidden, expected = model(tokens[:, :1], state=as_float, mask=active)
     x = model.embed(tokens[:, :1], positions[:, None])[:, 0]
-    out, states = run_emulated(tmp_path, model, x, state.layers, active[:, 0], positions, clusters, ranks)
+    out, states = run_emulated(tmp_path, model, x, state.layers, active[:, 0], positions, clusters, ranks, bulk_copies)
     if model.config.norm_placement == "after":
         out = model.blocks[-1].feedforward_norm(jnp.asarray(out))
     rows = np.flatnonzero(active)
@@ -100,9 +102,9 @@ def test_8_bit_weights(case, tmp_path):
     assert error(kernel, plain) > 0  # it was not the same kernel
 
 
-def run_emulated(folder, model, x, states, keep, positions, clusters, ranks):
+def run_emulated(folder, model, x, states, keep, positions, clusters, ranks, bulk_copies=True):
     """The results of the kernel on an emulated GPU, where each warp's ring of weights is as small as it may be."""
-    batch, grid = len(x), all_layers.Grid(clusters, ranks, slots=3)
+    batch, grid = len(x), all_layers.Grid(clusters, ranks, slots=3, bulk_copies=bulk_copies)
     macros = all_layers.definitions(model, batch, grid)
     layers = all_layers.pack(model, batch, grid)
     arguments = all_layers.arguments(x, layers, states, keep, positions, model, grid)

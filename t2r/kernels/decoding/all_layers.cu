@@ -17,7 +17,8 @@
 // The stream has three buffers. Phase p (two for each layer) reads buffer p, adds to p + 1, and sets p + 2 to zero
 // (modulo 3). The residual is one more contribution to the sum: the clusters of the first head add x itself.
 //
-// The parts: layers_plan.cuh, layers_products.cuh, layers_attention.cuh, and here the course of a layer.
+// The parts: layers_plan.cuh, layers_weights.cuh, layers_products.cuh, layers_attention.cuh, and here the course of a
+// layer.
 
 struct Exchanges { u32 qkv = 0, parts = 0, attended = 0, hidden = 0, states = 0; };  // how many there were
 

@@ -33,7 +33,7 @@ CHUNK_TILES = 8  # of a chunk, which is loaded at once
 TILES_OF_REGISTERS = 12  # whose sums a thread has registers for, for 16 sequences
 COUNTER_STRIDE = 32  # each rank's counter has a cache line of its own: 32 values of 4 bytes
 CLOCK_POINTS = 15
-PARTS = ("layers_plan.cuh", "layers_products.cuh", "layers_attention.cuh", "all_layers.cu")
+PARTS = ("layers_plan.cuh", "layers_weights.cuh", "layers_products.cuh", "layers_attention.cuh", "all_layers.cu")
 ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_exact": "GELU_EXACT", "swish": "SWISH"}
 LARGEST_INTEGER = 127  # of 8-bit weights
 MOST_MIXTURE = 30.0  # of a window's mixture above the largest exact score, as in the plain form
@@ -46,6 +46,7 @@ class Grid(NamedTuple):
     ranks: int = RANKS  # blocks of a cluster
     memory: int = SHARED_MEMORY
     slots: int = 64  # of a warp's ring of weights, at most
+    bulk_copies: bool = True  # how weights are loaded: see layers_weights.cuh
 
     @property
     def blocks(self) -> int:
@@ -523,6 +524,7 @@ def definitions(model: Any, batch: int, grid: Grid = Grid(), *, clocks: bool = F
         SHARED_MEMORY=grid.memory,
         MOST_SLOTS=grid.slots,
         INT8=int(sizes.int8),
+        BULK_COPIES=int(grid.bulk_copies),
         GATED=int(config.gated),
         ACTIVATION=ACTIVATIONS[config.activation],
         RMS_NORM=int(config.norm == "rms"),

@@ -1,4 +1,4 @@
-// all_layers.cu, part 3: attention of this rank's sequences, from queries, keys and values to outputs that are sent.
+// all_layers.cu, part 4: attention of this rank's sequences, from queries, keys and values to outputs that are sent.
 
 // State: S and z, and the slots of a window, of this rank's sequences. One thread loads them ahead, and stores S and z.
 
