@@ -36,7 +36,7 @@ ORDER = [
     {"kernels"},
     {"page"},
     {"batch", "dropout", "normalizer", "layout", "environment", "processes", "files", "extras", "compilation_cache"}
-    | {"plots", "user_cache"},
+    | {"plots", "user_cache", "integers"},
     {"console", "errors"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

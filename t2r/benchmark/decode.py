@@ -110,8 +110,8 @@ def measure_model(results: Results, request: Request, name: str, machine: Machin
         return Decoder(request.random(name), repeat_for=options.seconds, plain=request.is_plain(name))
 
     def find(what: str, length: int, measure: Callable[[], dict[str, Any]], **key: Any) -> None:
-        row = {"row": name, "weights": request.weights(name)}
-        results.get_or_measure({"what": what, **row, "length": length, **request.common, **key}, measure)
+        row = {"what": what, **request.row(name), "length": length}
+        results.get_or_measure({**row, **request.common, **key}, measure)
 
     def decode(length: int) -> dict[str, Any]:
         speed = decoder().steps(request.batch, length, options.steps, whole=options.whole)
@@ -176,8 +176,7 @@ def compile_models(results: Results, request: Request, machine: Machine, topolog
             return programs[key]
 
         for length in request.lengths:
-            row = {"row": name, "weights": request.weights(name)}
-            key = {"what": "decode", **row, "length": length, **request.common, "mesh": axes}
+            key = {"what": "decode", **request.row(name), "length": length, **request.common, "mesh": axes}
             results.get_or_measure(key, functools.partial(estimate_at, model, request.batch, length, machine, compiled))
 
 
@@ -242,18 +241,8 @@ def _crossovers(results: Results, request: Request, machine: Machine) -> dict[st
 def tables(results: Results, summary: dict[str, Any]) -> Iterator[str]:
     """The results as tables."""
     estimate = any(line.get("estimate") for line in results.lines)
-    headers = [
-        "model",
-        "weights",
-        "tokens",
-        "batch",
-        "µs/step",
-        "tokens/s",
-        "spread",
-        "floor, µs",
-        "of floor",
-        "state, MiB",
-    ]
+    figures = ["µs/step", "tokens/s", "spread", "floor, µs", "of floor", "state, MiB"]
+    headers = ["model", "weights", "tokens", "batch", *figures]
     rows = [_table_row(line) for what in ("decode", "largest batch") for line in results.fitting_lines(what)]
     if rows:
         note = "\n(the compiler's estimate; the floor uses the vendor's bandwidth)" if estimate else ""

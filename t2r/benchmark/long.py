@@ -46,7 +46,7 @@ def benchmark_long(request: Request, options: LongOptions = LongOptions(), outpu
     if request.models[name].encoder_layers:
         raise InputError("benchmark long is for language models, and this is a translation model")
     results = open_results("long", output)
-    key = {"what": "long", "row": name, "weights": request.weights(name), "length": tokens, **request.common}
+    key = {"what": "long", **request.row(name), "length": tokens, **request.common}
     key |= {"temperature": options.sampling.temperature, "top_k": options.sampling.top_k, "seed": options.seed}
     line = results.get_or_measure(key, functools.partial(measure, request, options))
     plots = []

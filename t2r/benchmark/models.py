@@ -165,6 +165,10 @@ class Request(NamedTuple):
         """The part of a result's key that all measurements of this request share."""
         return {"batch": self.batch, "dtype": self.dtype, **self.identity}
 
+    def row(self, name: str) -> dict[str, str]:
+        """The part of a result's key that says which row it is."""
+        return {"row": name, "weights": self.weights(name)}
+
     def weights(self, name: str) -> str:
         """The type of a row's matrices."""
         return "int8" if name.endswith(INT8) else self.dtype

@@ -8,11 +8,8 @@ from matplotlib.figure import Figure
 from t2r.plots import COLORS, OTHER, log_axes, styled
 
 MARKERS = "osD^vP*X"
-DASHED = (
-    "_dropout",
-    "_plain",
-    "_int8",
-)  # a name with one of these suffixes has the colour of the name without it, dashed
+# A name with one of these suffixes has the colour of the name without it, dashed.
+DASHED = ("_dropout", "_plain", "_int8")
 
 
 class Curve(NamedTuple):

@@ -77,7 +77,7 @@ def measure_model(results: Results, request: Request, name: str, options: Prefil
         say(f"{name}, {length} tokens: {figures['first_token_seconds']:.3f} s to the first token")
         return figures
 
-    row = {"what": "prefill", "row": name, "weights": request.weights(name), "chunk": options.chunk}
+    row = {"what": "prefill", **request.row(name), "chunk": options.chunk}
     for length in request.lengths:
         key = {**row, "length": length, "most_seconds": options.most_seconds, **request.common}
         results.get_or_measure(key, functools.partial(measure, length))
@@ -162,17 +162,8 @@ def summary_of(results: Results) -> dict[str, Any]:
 
 def prefill_table(results: Results) -> str:
     """One line per model and length; a prompt that could not be read has the reason."""
-    headers = [
-        "model",
-        "weights",
-        "tokens",
-        "first token, s",
-        "tokens/s",
-        "spread",
-        "state, MiB",
-        "program, MiB",
-        "peak",
-    ]
+    memory = ["state, MiB", "program, MiB", "peak, MiB"]
+    headers = ["model", "weights", "tokens", "first token, s", "tokens/s", "spread", *memory]
     rows = []
     for line in results.lines_of("prefill"):
         asked = line["asked"]
@@ -182,15 +173,8 @@ def prefill_table(results: Results) -> str:
             continue
         peak, spread = line["device_peak_bytes"], line["spread"]
         sizes = (line["state_bytes"] / MIB, line["program_bytes"] / MIB, peak / MIB if peak else "")
-        rows.append(
-            (
-                *row,
-                line["first_token_seconds"],
-                line["tokens_per_second"],
-                "" if spread is None else f"{spread:.1%}",
-                *sizes,
-            )
-        )
+        speed = (line["first_token_seconds"], line["tokens_per_second"], "" if spread is None else f"{spread:.1%}")
+        rows.append((*row, *speed, *sizes))
     return table(headers, rows)
 
 

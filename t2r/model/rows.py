@@ -15,11 +15,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Int8, Num
 
+from t2r.integers import quantise
 from t2r.model.embedding import OutputLayer, PlainEmbedding
 from t2r.model.transformer import LanguageModel
 
 WEIGHTS = ("float32", "int8")
-LARGEST = 127  # of the integers; −128 is not used, so that they are symmetric
 BLOCK = 128  # rows of an output table in which the likeliest tokens are first looked for together
 LEAST_VECTORS = 4  # that the compiler multiplies by its fast 8-bit routine; fewer are padded
 NEVER = -1e30  # the logit of rows that are only padding
@@ -50,13 +50,6 @@ class Rows(nnx.Module):
         if self.scale is not None:
             rows = rows * self.scale[...][index][..., None]
         return rows.astype(self.dtype)
-
-
-def quantise(x: Float[Array, "b n"]) -> tuple[Int8[Array, "b n"], Float[Array, "b"]]:
-    """Integers from −127 to 127 and a scale for each row, whose product is nearest to x."""
-    x = jnp.asarray(x, jnp.float32)
-    scale = jnp.maximum(jnp.abs(x).max(1), jnp.finfo(jnp.float32).tiny * LARGEST) / LARGEST
-    return jnp.round(x / scale[:, None]).astype(jnp.int8), scale
 
 
 def _integer_product(matrix: Int8[Array, "o i"], scale: Array, x: Float[Array, "b i"]) -> Float[Array, "o b"]:

@@ -14,9 +14,10 @@ from t2r.batch import PADDING
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
 from t2r.errors import InputError
+from t2r.integers import quantise
 from t2r.model import rows
 from t2r.model.loss import source_states
-from t2r.model.rows import for_decoding, is_for_decoding, quantise, top_rows
+from t2r.model.rows import for_decoding, is_for_decoding, top_rows
 from t2r.store import model_dir
 
 TOKENS = np.random.default_rng(0).integers(3, 300, (3, 9)).astype(np.int32)

@@ -174,7 +174,7 @@ KERNEL(RANKS, THREADS) decode_step(PARAMETERS) {
     const Layer layers[] = {LAYER_POINTERS};
 #pragma unroll
     for (int i = 0; i < LAYERS; i++) fixed.layers[i] = layers[i];
-#ifdef CLOCKS
+#ifdef CLOCK_POINTS
     fixed.clocks = clocks;
 #endif
   }

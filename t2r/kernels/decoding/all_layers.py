@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from t2r.console import say
+from t2r.integers import quantise
 from t2r.kernels.decoding import cuda
 from t2r.kernels.decoding.matrices import Matrix, fold_norm, matrix_of
 from t2r.kernels.decoding.support import ALL_LAYERS_CLUSTERS, RANKS, SHARED_MEMORY, in_8_bits
@@ -35,7 +36,6 @@ COUNTER_STRIDE = 32  # each rank's counter has a cache line of its own: 32 value
 CLOCK_POINTS = 15
 PARTS = ("layers_plan.cuh", "layers_weights.cuh", "layers_products.cuh", "layers_attention.cuh", "all_layers.cu")
 ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_exact": "GELU_EXACT", "swish": "SWISH"}
-LARGEST_INTEGER = 127  # of 8-bit weights
 MOST_MIXTURE = 30.0  # of a window's mixture above the largest exact score, as in the plain form
 
 
@@ -174,8 +174,7 @@ class RoundedMatrix(NamedTuple):
     def of(cls, matrix: Matrix, int8: bool) -> "RoundedMatrix":
         if not int8:
             return cls(matrix.weights.astype(jnp.bfloat16), jnp.ones(len(matrix.weights)), matrix.bias)
-        scale = jnp.maximum(jnp.abs(matrix.weights).max(1), 1e-30).astype(jnp.float32) / LARGEST_INTEGER
-        return cls(jnp.round(matrix.weights / scale[:, None]).astype(jnp.int8), scale, matrix.bias)
+        return cls(*quantise(matrix.weights), matrix.bias)
 
     @property
     def sums(self) -> Float[Array, "outputs"]:
@@ -525,6 +524,7 @@ def definitions(model: Any, batch: int, grid: Grid = Grid(), *, clocks: bool = F
         MOST_SLOTS=grid.slots,
         INT8=int(sizes.int8),
         BULK_COPIES=int(grid.bulk_copies),
+        TILES_OF_REGISTERS=TILES_OF_REGISTERS,
         GATED=int(config.gated),
         ACTIVATION=ACTIVATIONS[config.activation],
         RMS_NORM=int(config.norm == "rms"),
@@ -546,7 +546,7 @@ def definitions(model: Any, batch: int, grid: Grid = Grid(), *, clocks: bool = F
         PARAMETERS=", ".join(parameters),
         LAYER_POINTERS=", ".join(pointers),
     )
-    return macros | (dict(CLOCKS=1) if clocks else {})
+    return macros | (dict(CLOCK_POINTS=CLOCK_POINTS) if clocks else {})
 
 
 STATE_FIELDS = ("S", "z", "k", "v", "count", "valid")  # of the struct `Layer`

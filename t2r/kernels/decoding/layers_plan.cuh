@@ -158,7 +158,7 @@ struct Fixed {
 constexpr int RING_BYTES = WARPS * (CHUNK * (int)sizeof(Fragment) + 8);  // of one slot of each warp, with its barrier
 constexpr int FITTING_SLOTS = (SHARED_MEMORY - (int)sizeof(Fixed) - 256) / RING_BYTES;
 constexpr int SLOTS = FITTING_SLOTS < MOST_SLOTS ? FITTING_SLOTS : MOST_SLOTS;
-static_assert(SLOTS * CHUNK_TILES >= 12 / GROUPS + CHUNK_TILES - 1, "too large for shared memory");
+static_assert(SLOTS * CHUNK_TILES >= TILES_OF_REGISTERS / GROUPS + CHUNK_TILES - 1, "too large for shared memory");
 
 struct Shared {
   alignas(128) Fragment ring[WARPS][SLOTS * CHUNK];
@@ -198,10 +198,10 @@ float activated(float x) {
   return 0.5f * x * (1 + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
 }
 
-// With CLOCKS, one thread of each block notes the time at some points of each layer.
-#ifdef CLOCKS
+// With CLOCK_POINTS, one thread of each block notes the time at some points of each layer.
+#ifdef CLOCK_POINTS
 #define MARK(layer, point) \
-  if (threadIdx.x == 0) fixed.clocks[(blockIdx.x * LAYERS + layer) * 15 + point] = read_clock()
+  if (threadIdx.x == 0) fixed.clocks[(blockIdx.x * LAYERS + layer) * CLOCK_POINTS + point] = read_clock()
 #else
 #define MARK(layer, point)
 #endif

@@ -27,7 +27,9 @@ void zero_share(float* buffer) {  // each block a share of it
 //
 // Loops are not unrolled where they need not be: what does not fit into the cache of instructions is slow.
 
-constexpr int pass_size(int most_tiles) { return most_tiles * GROUPS < 12 ? most_tiles : 12 / GROUPS; }
+constexpr int pass_size(int most_tiles) {
+  return most_tiles * GROUPS < TILES_OF_REGISTERS ? most_tiles : TILES_OF_REGISTERS / GROUPS;
+}
 
 template <int PASS, typename Finish>
 void stream_product(Shared& shared, Weights& weights, const float* x, int tiles, bool has_norm, const float* sums_of,

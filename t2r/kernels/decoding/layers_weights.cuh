@@ -117,7 +117,7 @@ struct Weights {
     if (count <= 2) wait_for_copies<RING - 2>();
     else if (count <= 4) wait_for_copies<RING - 4>();
     else if (count <= 8) wait_for_copies<RING - 8>();
-    else wait_for_copies<RING - 12>();
+    else wait_for_copies<RING - TILES_OF_REGISTERS>();
   }
 
   int after(int place, int count) const { return place + count < RING ? place + count : place + count - RING; }
