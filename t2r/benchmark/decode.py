@@ -25,6 +25,7 @@ from t2r.benchmark.plots import Curve, length_plot
 from t2r.benchmark.shared import MIB, DoesNotFit, Output, Results, by_model, describe_device, finish, open_results
 from t2r.benchmark.steps import Decoder, DecodeSpeed, abstract_generation, attention_bytes
 from t2r.console import say, table
+from t2r.errors import raise_all
 from t2r.layout import AXES
 from t2r.model.state_size import state_bytes
 from t2r.model.transformer import LanguageModel
@@ -40,6 +41,7 @@ class DecodeOptions(NamedTuple):
     seconds: float = 2.0  # minimum total time of the repetitions
     prompt: int = 0  # language models: also time a prefill of this many tokens; 0: none
     largest_batch_at: tuple[int, ...] = ()  # lengths at which the largest batch is searched
+    beam: int = 0  # translation: also time steps of beam search with so many beams; 0: none
 
     @property
     def method(self) -> str:
@@ -64,6 +66,7 @@ def benchmark_decode(
     Prints tables, writes JSON and a plot, and returns a summary.
     """
     peers.check_names(peer_names)
+    check_beam(request, options.beam, topology)
     topology, axes = topology and topology_of(topology), dict.fromkeys(AXES, 1) | (mesh or {})
     devices = math.prod(axes.values())
     results = open_results("decode", output, describe_topology(topology) if topology else None)
@@ -83,6 +86,18 @@ def benchmark_decode(
     plots = plot_speed(results, request, describe_device(results, devices))
     finish(results, output, {"identity": request.identity, "method": method, "bandwidth": machine.bandwidth, **summary})
     return {**summary, "bandwidth": machine.bandwidth, "left_out": len(results.left_out), "plots": plots}
+
+
+def check_beam(request: Request, beam: int, topology: str | None) -> None:
+    """Refuses a beam search that cannot be timed."""
+    problems = []
+    if beam and topology:
+        problems.append("steps of beam search are measured, not estimated: leave out --topology")
+    if beam and not all(config.encoder_layers for config in request.models.values()):
+        problems.append("beam search is for translation, and this is a language model: try --preset=paper_mt")
+    if beam > request.batch:
+        problems.append(f"a batch of {request.batch} sequences has no place for them: --batch={beam} or more")
+    raise_all(f"--beam={beam}:", problems)
 
 
 def describe_machine(results: Results, topology: str | None, devices: int = 1) -> Machine:
@@ -122,6 +137,16 @@ def measure_model(results: Results, request: Request, name: str, machine: Machin
         times = (decoder().encoding if translates else decoder().prompts)(request.batch, length)
         return {"prefill": times._asdict(), "tokens_per_second": request.batch * length / times.seconds}
 
+    def search(length: int) -> dict[str, Any]:
+        # As many sequences in both, so that a step does the same work but for the choice and order of the beams.
+        sequences = request.batch // options.beam * options.beam
+        greedy = decoder().steps(sequences, length, options.steps)
+        speed = decoder().beam_steps(sequences, length, options.steps, options.beam)
+        ratio = speed.step_seconds / greedy.step_seconds
+        say(f"{name}, {length} tokens, beam {options.beam}: {speed.step_seconds * 1e6:,.0f} µs, {ratio:.2f} × greedy")
+        times = {"greedy_step_seconds": greedy.step_seconds, "over_greedy": ratio}
+        return {**figures(speed, step_at(model, sequences, length), machine), **times}
+
     def largest(length: int) -> dict[str, Any]:
         speed, predicted = decoder().largest_batch(length, min(options.steps, 16))
         say(f"{name}, {length} tokens: {speed.batch} sequences at once, {speed.tokens_per_second:,.0f} tokens/s")
@@ -131,6 +156,8 @@ def measure_model(results: Results, request: Request, name: str, machine: Machin
         find("decode", length, functools.partial(decode, length), steps=length if options.whole else options.steps)
     for length in request.lengths if translates else [options.prompt] if options.prompt else []:
         find("prefill", length, functools.partial(prefill, length))
+    for length in request.lengths if translates and options.beam else []:
+        find("beam", length, functools.partial(search, length), steps=options.steps, beam=options.beam)
     for length in options.largest_batch_at:
         find("largest batch", length, functools.partial(largest, length), batch=None)
 
@@ -214,6 +241,7 @@ def summary_of(results: Results, request: Request, machine: Machine) -> dict[str
         "tokens_per_second": by_model(results, "decode", "tokens_per_second"),
         "fraction_of_floor": by_model(results, "decode", "fraction_of_floor"),
         "prefill_tokens_per_second": by_model(results, "prefill", "tokens_per_second"),
+        "beam_over_greedy": by_model(results, "beam", "over_greedy"),
         "largest_batch": by_model(results, "largest batch", "batch"),
         "largest_batch_tokens_per_second": by_model(results, "largest batch", "tokens_per_second"),
         "peers_tokens_per_second": by_model(results, "peer", "tokens_per_second"),
@@ -251,6 +279,10 @@ def tables(results: Results, summary: dict[str, Any]) -> Iterator[str]:
     if prefills:
         rows = [(line["asked"]["row"], line["asked"]["length"], line["prefill"]["seconds"] * 1e3) for line in prefills]
         yield table(["prefill", "tokens", "ms"], rows)
+    searches = results.fitting_lines("beam")
+    if searches:
+        rows = [_search_row(line) for line in searches]
+        yield table(["beam search", "beams", "tokens", "sequences", "µs/step", "greedy, µs/step", "ratio"], rows)
     peer_lines = results.fitting_lines("peer")
     if peer_lines:
         rows = [(line["asked"]["row"], line["asked"]["length"], line["tokens_per_second"]) for line in peer_lines]
@@ -278,6 +310,11 @@ def _table_row(line: dict[str, Any]) -> tuple:
         f"{floor / seconds:.0%}" if floor and seconds else "",
         line["state_bytes"] / MIB,
     )
+
+
+def _search_row(line: dict[str, Any]) -> tuple:
+    asked, times = line["asked"], (line["step_seconds"] * 1e6, line["greedy_step_seconds"] * 1e6)
+    return (asked["row"], asked["beam"], asked["length"], line["batch"], *times, line["over_greedy"])
 
 
 def plot_speed(results: Results, request: Request, device: str) -> list[str]:

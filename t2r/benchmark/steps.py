@@ -1,4 +1,4 @@
-"""Timing of greedy decoding steps, unconditional or from a source, at a given generated length.
+"""Timing of decoding steps, unconditional or from a source, at a given generated length.
 
 A cache has its full capacity from the first step, so all steps of one length cost the same. By default only some steps
 at the end of a sequence are timed, in one compiled loop; optionally whole generations.
@@ -6,7 +6,7 @@ at the end of a sequence are timed, in one compiled loop; optionally whole gener
 
 import functools
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from t2r.attention.softmax import KVCache
 from t2r.attention.windowed import WindowedState
 from t2r.benchmark.models import normal
 from t2r.benchmark.shared import USABLE, DoesNotFit, Timing, check_fits, is_out_of_memory, peak_bytes, time_calls
+from t2r.decode.beam import Beam, Search, Special, begin, search_steps
 from t2r.decode.generate import Generation, packed_weights, prefill, scan_steps
 from t2r.decode.sampling import Sampling
 from t2r.environment import available_memory, total_bytes
@@ -25,6 +26,8 @@ from t2r.model.loss import source_states
 from t2r.model.parameters import arrays_of, with_arrays
 from t2r.model.transformer import DecodeState, LanguageModel
 
+TOKENS_OF_A_SEARCH = Special(prefix=(0,), end=0, never=())
+Started = TypeVar("Started", Generation, Search)
 NO_STOP_TOKEN = -1  # not a token id: every sequence is generated to its full length
 
 
@@ -106,6 +109,29 @@ class Decoder:
         times = time_calls(run, prepare=prepare, repeat_for=self.repeat_for, **repetitions)
         return DecodeSpeed(length, batch, times.seconds, times.spread, program.compile_seconds, size, steps)
 
+    def beam_steps(self, batch: int, length: int, steps: int, size: int) -> DecodeSpeed:
+        """Times the last `steps` steps of a beam search in translations of this length, for batch / size sources."""
+        steps, beam, began, (graph, arrays) = min(steps, length), Beam(size), time.perf_counter(), nnx.split(self.model)
+        abstract, packed = abstract_search(self.model, batch // size, length, beam), self._packed(batch)
+        lowered = search_steps.lower(graph, arrays, abstract, steps, TOKENS_OF_A_SEARCH, beam, packed)
+        compiled, seconds = lowered.compile(), time.perf_counter() - began
+        check_fits(compiled, already=total_bytes((arrays, packed)))
+        search, size_in_bytes = random_values(abstract), attention_bytes(abstract.state)
+
+        def prepare() -> Search:
+            rewound = rewind(search, length - steps)
+            return rewound._replace(
+                step=jnp.full_like(search.step, length - steps), limit=jnp.full_like(search.limit, length)
+            )
+
+        def run(start: Search) -> jax.Array:
+            nonlocal search
+            search = compiled(arrays, start, packed)  # `start` is donated
+            return search.tokens
+
+        times = time_calls(run, prepare=prepare, repeat_for=self.repeat_for)
+        return DecodeSpeed(length, batch, times.seconds, times.spread, seconds, size_in_bytes, steps)
+
     def encoding(self, batch: int, length: int) -> Timing:
         """Times the encoding of sources of this length: the encoder, and each decoder layer's state of the source."""
         graph, arrays = nnx.split(self.model)
@@ -163,8 +189,22 @@ def abstract_generation(model: LanguageModel, batch: int, length: int) -> Genera
     return jax.eval_shape(start, arrays, jax.ShapeDtypeStruct((batch, length), jnp.int32))
 
 
+def abstract_search(model: LanguageModel, sources: int, length: int, beam: Beam) -> Search:
+    """An abstract beam search, with capacity for `length` tokens, from sources of this length."""
+    graph, arrays = nnx.split(model)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((sources, length), (sources,))]
+    return jax.eval_shape(
+        lambda arrays, *inputs: begin(graph, arrays, *inputs, length, TOKENS_OF_A_SEARCH, beam), arrays, *shapes
+    )
+
+
 def random_generation(abstract: Generation) -> Generation:
     """A generation with random values; all slots of its caches are in use."""
+    return random_values(abstract)._replace(done=jnp.zeros(abstract.done.shape, bool))
+
+
+def random_values(abstract: Any) -> Any:
+    """Arrays of these shapes: random numbers, integers that are zero, booleans that are true."""
 
     def array(like: jax.ShapeDtypeStruct) -> jax.Array:
         if like.dtype == bool:
@@ -174,21 +214,19 @@ def random_generation(abstract: Generation) -> Generation:
             return jnp.broadcast_to(normal(jax.random.key(0), like.shape[-2:], like.dtype), like.shape)
         return jnp.zeros(like.shape, like.dtype)
 
-    generation = jax.tree.map(array, abstract)
-    return generation._replace(done=jnp.zeros(abstract.done.shape, bool))
+    return jax.tree.map(array, abstract)
 
 
-def rewind(generation: Generation, tokens: int) -> Generation:
-    """The generation set back to `tokens` generated tokens; later slots of its caches will be overwritten."""
+def rewind(started: Started, tokens: int) -> Started:
+    """A generation or search set back to `tokens` generated tokens; later slots of its caches will be overwritten."""
 
     def rewind_layer(layer: State) -> State:
         if isinstance(layer, KVCache):
-            return layer._replace(index=jnp.array(tokens, jnp.int32))
+            return layer._replace(index=jnp.full_like(layer.index, tokens))
         return layer._replace(count=jnp.full_like(layer.count, tokens)) if isinstance(layer, WindowedState) else layer
 
-    layers = tuple(map(rewind_layer, generation.state.layers))
-    position = jnp.full_like(generation.state.position, tokens)
-    return generation._replace(state=generation.state._replace(layers=layers, position=position))
+    layers, position = tuple(map(rewind_layer, started.state.layers)), jnp.full_like(started.state.position, tokens)
+    return started._replace(state=started.state._replace(layers=layers, position=position))
 
 
 def attention_bytes(state: DecodeState) -> int:

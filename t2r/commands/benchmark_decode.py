@@ -3,6 +3,7 @@
 t2r benchmark decode --preset=paper_lm --output=DIR [--field=vocab_size=32768 --field=adaptive_cutoffs=()]
     [--rows=transformer,t2r,t2r_unmerged,t2r_75,t2r_window,t2r_hybrid,elu,rfa] [--lengths=512,1024,...,32768]
     [--batch=16] [--dtype=bfloat16] [--weights=bfloat16,int8] [--window=32] [--largest_batch] [--whole] [--prompt=N]
+    [--beam=5]
     [--peers --peer_lengths=512,4096 --peer_names=hugging_face_static] [--budget_seconds=N] [--again] [--device_report]
 t2r benchmark decode --preset=paper_mt ...         (translation: sources as long as the outputs, timed separately)
 t2r benchmark decode --model=DIRECTORY ...         (the architecture of a model; --rows=model: without conversion)
@@ -35,6 +36,7 @@ _WEIGHTS = flags.DEFINE_list("weights", None, "Types of the matrices: that of --
 _STEPS = flags.DEFINE_integer("steps", 256, "Timed steps in each repetition.", lower_bound=1)
 _WHOLE = flags.DEFINE_bool("whole", False, "Time all steps of a generation.")
 _PROMPT = flags.DEFINE_integer("prompt", 0, "Language models: also time the prefill of N tokens.")
+_BEAM = flags.DEFINE_integer("beam", 0, "Translation: also time steps of beam search, N beams a source.", lower_bound=0)
 _SECONDS = flags.DEFINE_float("seconds", 2.0, "Repeat each measurement for this time, and at least five times.")
 _LARGEST = flags.DEFINE_bool("largest_batch", False, "Also measure the largest batch that fits in memory.")
 _LARGEST_AT = flags.DEFINE_list(
@@ -57,7 +59,7 @@ def main() -> dict[str, Any]:
     peers = shared.parse_lengths(_PEER_LENGTHS.value or [str(request.lengths[0])]) if _PEERS.value else ()
     longest = [str(4096 if 4096 in request.lengths else request.lengths[-1])]
     largest = shared.parse_lengths(_LARGEST_AT.value or longest) if _LARGEST.value else ()
-    options = DecodeOptions(_STEPS.value, _WHOLE.value, _SECONDS.value, _PROMPT.value, tuple(largest))
+    options = DecodeOptions(_STEPS.value, _WHOLE.value, _SECONDS.value, _PROMPT.value, tuple(largest), _BEAM.value)
     target = shared.topology(_TOPOLOGY)
     peering = {"peer_lengths": peers, "peer_names": _PEER_NAMES.value}
     return benchmark_decode(request, options, shared.output(_OUTPUT), **peering, **target)

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from t2r.attention.softmax import KVCache
 from t2r.batch import PADDING, Batch, pad_sequences
-from t2r.decode.generate import state_bytes
+from t2r.decode.generate import decoder, packed_weights, state_bytes
 from t2r.environment import require_memory
 from t2r.errors import raise_all
 from t2r.model.loss import source_states, token_losses
@@ -152,22 +152,23 @@ def _translate(
     """Translates sources, longest first, in `rows` rows of a batch; yields each one's index and translations."""
     graph, arrays = nnx.split(model)
     rows = min(rows, len(sources))
+    packed = packed_weights(model, rows * beam.size, own_lengths=True)
     together = max(1, rows // 4)  # so many sentences start together
     waiting = [np.arange(first, min(first + together, len(sources))) for first in range(0, len(sources), together)]
     width = _cut(sources).shape[1]
     capacity = max(default_limit(width), *limits) + 1  # from the padded width, not the lengths: few programs
     check_memory(model, rows, capacity + len(special.prefix) - 1, beam)
-    begin = lambda sources, limits: _begin(graph, arrays, sources, limits, capacity, special, beam)  # noqa: E731
-    shapes = jax.eval_shape(begin, jnp.zeros((rows, width), jnp.int32), jnp.zeros(rows, jnp.int32))
+    start = lambda sources, limits: begin(graph, arrays, sources, limits, capacity, special, beam)  # noqa: E731
+    shapes = jax.eval_shape(start, jnp.zeros((rows, width), jnp.int32), jnp.zeros(rows, jnp.int32))
     search = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)._replace(done=jnp.ones(rows, bool))
     done, owner = np.ones(rows, bool), np.full(rows, -1)
     while waiting or not done.all():
         while waiting and done.sum() >= together:
             new, places = waiting.pop(0), np.flatnonzero(done)[:together]
             padded = np.pad(_cut(sources[new]), ((0, together - len(new)), (0, 0)), constant_values=PADDING)
-            search = _place(search, begin(padded, np.pad(limits[new], (0, together - len(new)))), places)
+            search = _place(search, start(padded, np.pad(limits[new], (0, together - len(new)))), places)
             done[places[: len(new)]], owner[places[: len(new)]] = False, new
-        search = _advance(graph, arrays, search, rows - together if waiting else 0, special, beam)
+        search = _advance(graph, arrays, search, rows - together if waiting else 0, special, beam, packed)
         were_done, done = done, np.array(search.done)
         found = jax.device_get((search.results, search.scores, search.lengths))
         for row in np.flatnonzero(done & ~were_done):
@@ -219,7 +220,7 @@ def default_limit(source_length: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
-def _begin(graph, arrays, sources: Array, limits: Array, capacity: int, special: Special, beam: Beam) -> Search:
+def begin(graph, arrays, sources: Array, limits: Array, capacity: int, special: Special, beam: Beam) -> Search:
     """The search for some sources before its first step."""
     model: Seq2Seq = nnx.merge(graph, arrays)
     batch, size = sources.shape[0], beam.size
@@ -265,10 +266,21 @@ def _place(search: Search, new: Search, rows: Int[Array, "some"]) -> Search:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5), donate_argnums=2)
-def _advance(graph, arrays, search: Search, rest: Int[Array, ""], special: Special, beam: Beam) -> Search:
-    """Steps until at most `rest` sentences are not done."""
-    step = functools.partial(_step, nnx.merge(graph, arrays), special=special, beam=beam)
+def _advance(
+    graph, arrays, search: Search, rest: Int[Array, ""], special: Special, beam: Beam, packed: Any = None
+) -> Search:
+    """Steps until at most `rest` sentences are not done; with `packed` weights they run in the decoding kernels."""
+    model = nnx.merge(graph, arrays)
+    step = functools.partial(_step, model, decoder(model, packed), special=special, beam=beam)
     return jax.lax.while_loop(lambda search: (~search.done).sum() > rest, step, search)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5), donate_argnums=2)
+def search_steps(graph, arrays, search: Search, count: int, special: Special, beam: Beam, packed: Any = None) -> Search:
+    """`count` steps in one compiled loop, whether or not the sentences are done: for benchmarks."""
+    model = nnx.merge(graph, arrays)
+    step = functools.partial(_step, model, decoder(model, packed), special=special, beam=beam)
+    return jax.lax.scan(lambda search, _: (step(search), None), search, length=count)[0]
 
 
 def _sequences(rows: Int[Array, "some"], size: int) -> Int[Array, "sequences"]:
@@ -276,12 +288,12 @@ def _sequences(rows: Int[Array, "some"], size: int) -> Int[Array, "sequences"]:
     return (rows[:, None] * size + jnp.arange(size)).reshape(-1)
 
 
-def _step(model: Seq2Seq, search: Search, *, special: Special, beam: Beam) -> Search:
-    """One decoding step for each live beam."""
+def _step(model: Seq2Seq, decoder: Any, search: Search, *, special: Special, beam: Beam) -> Search:
+    """One decoding step for each live beam, by the model itself or by its `decoder`."""
     (batch, size), step, (prefix, end, never) = search.sums.shape, search.step[:, None], special
     last = jnp.take_along_axis(search.tokens, jnp.maximum(step - 1, 0)[:, :, None], 2)[:, :, 0]
     last = jnp.where(step == 0, prefix[-1], last)
-    hidden, state = model(last.reshape(batch * size, 1), state=search.state)
+    hidden, state = decoder(last.reshape(batch * size, 1), state=search.state)
     # Enough tokens that 2 · size remain when those that are never generated, and the stop token, are taken out: it is
     # a candidate of its own. At its limit a translation can only stop.
     count, at_limit = 2 * size + 1 + len(never), step >= search.limit[:, None]

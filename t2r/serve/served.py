@@ -87,7 +87,10 @@ class ServedModel:
         self.capacity = capacity_of(loaded.model.config, limits.capacity)
         self.stops = stop_ids(self.tokenizer)
         self.created = int(time.time())
-        slots = Slots(loaded.model, limits.slots, self.capacity)
+        try:
+            slots = Slots(loaded.model, limits.slots, self.capacity)
+        except InputError as error:  # which of the models, such as the transformer beside an RNN
+            raise InputError(f"{name}, {'an' if self.kind == 'RNN' else 'a'} {self.kind}: {error}") from None
         if (most := slots.most_by_kernels) or jax.default_backend() != "cpu":
             say(f"{name}: {f'kernels decode up to {most} answers together, XLA more' if most else 'XLA decodes'}")
         slots.warm_up(everything=limits.warm_up)

@@ -207,6 +207,13 @@ def test_encoding_is_measured_separately(call, quick_bandwidth):
     assert status == 0 and result["prefill_tokens_per_second"]["t2r"]["8"] > 0
 
 
+@pytest.mark.parametrize("row", ["transformer", "t2r"])
+def test_steps_of_beam_search_are_measured_beside_greedy_steps(call, quick_bandwidth, row):
+    flags = ["--preset=micro_mt", "--dtype=float32", "--batch=5", "--seconds=0", "--lengths=8", f"--rows={row}"]
+    status, result = call("benchmark", "decode", *flags, "--beam=2", "--steps=4")
+    assert status == 0 and result["beam_over_greedy"][row]["8"] > 0
+
+
 def test_memory_is_counted_three_ways(call, tmp_path):
     rows = "--rows=transformer,t2r,t2r_window"
     flags = ["--preset=micro_mt", "--dtype=float32", "--batch=2", rows, f"--output={tmp_path}"]
@@ -239,6 +246,8 @@ def test_attention_is_measured_forward_and_backward(call, tmp_path):
         (["--preset=micro_lm", "--weights=float32,int4"], "--weights=float32, int4: choose from bfloat16.* int8"),
         (["--preset=micro_lm", "--peers", "--peer_names=vllm"], "--peer_names=vllm: choose from hugging_face"),
         (["--preset=micro_lm", "--topology=v1:2x2"], "known TPUs: v2"),
+        (["--preset=micro_lm", "--beam=40", "--topology=v2:2x2"], "not estimated.*\n.*language model.*\n.*--batch=40"),
+        (["--preset=micro_mt", "--beam=-1"], "beam"),
     ],
 )
 def test_bad_flags_get_a_clear_error(call, flags, message):

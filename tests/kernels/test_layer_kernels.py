@@ -11,6 +11,7 @@ from flax import nnx
 
 from t2r.batch import PADDING
 from t2r.decode import generate
+from t2r.decode.beam import Beam, translate
 from t2r.decode.generate import fork, generate_tokens, packed_weights, prefill, prefill_translation, scan_steps
 from t2r.decode.sampling import Sampling
 from t2r.kernels.decoding import all_layers, layer_kernels, one_kernel, support, tiles
@@ -131,6 +132,26 @@ def test_generation_uses_the_kernels_where_they_are_available(monkeypatch):
     assert calls
     monkeypatch.setattr(generate, "available_memory", lambda: 1000)
     assert packed_weights(model, 3) is None  # not enough memory for a second copy of the weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["t2r", "both, norms before"])
+def test_beam_search_uses_the_kernels_where_they_are_available(kind, monkeypatch):
+    """In float32, interpreted: the same translations, of sentences that wait for others' places, too."""
+    model = make_model(micro_mt(**TRANSLATION[kind]))
+    sources = np.array(random_tokens(5, 6, 3, vocab=50).at[1, 4:].set(PADDING).at[4, 2:].set(PADDING))
+    search = functools.partial(translate, model, sources, end=0, beam=Beam(2), limits=[5] * 5, batch=2)
+    plain = search()
+    monkeypatch.setattr(support, "available", lambda model, batch: True)
+    monkeypatch.setattr(fused, "FusedModel", functools.partial(fused.FusedModel, interpret=True))
+    batches = []
+    count = lambda x, *args, **kw: batches.append(args[0].S.shape[0]) or linear_step(x, *args, **kw)  # noqa: E731
+    monkeypatch.setattr(fused, "linear_step", count)
+    fast = search()
+    assert set(batches) == {4}  # two beams of two sentences
+    for ours, theirs in zip(fast, plain, strict=True):
+        assert [h.tokens for h in ours] == [h.tokens for h in theirs]
+        assert np.allclose([h.score for h in ours], [h.score for h in theirs], atol=1e-5)
 
 
 @pytest.mark.slow

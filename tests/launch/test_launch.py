@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ["setup", "local", "slurm", "gke", "tpu", "quickstart", "test", "prepare_data", "enwik8", "tatoeba"]
+SCRIPTS = ["setup", "local", "slurm", "gke", "tpu", "quickstart", "test", "prepare_data", "enwik8", "tatoeba", "h200"]
 RUN = ["--", "train", "--config=configs/tiny_lm.py:t2r", "--workdir=/data/my runs/o'clock"]
 
 FAKE_COMMAND = """#!/usr/bin/env bash
@@ -273,3 +273,26 @@ def test_local_processes_stop_together(cloud):
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 143
     assert len(list(tree.glob("stopped.*"))) == 3
+
+
+@pytest.mark.slow
+def test_the_speed_tables_are_made_by_commands_that_exist(tmp_path, call):
+    """Each is asked for a length or row that does not exist, so that it reads all flags and measures nothing."""
+    calls, fake = tmp_path / "calls", tmp_path / "python"
+    fake.write_text(f'#!/usr/bin/env bash\nprintf "%s\\t" "$@" >>{calls}; echo >>{calls}\n')
+    fake.chmod(0o755)
+    tables = ["kernel", "smollm2_135m", "llama_1b", "paper", "prefill", "long"]
+    command = [ROOT / "launch" / "h200", tmp_path / "out", *tables]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHON": str(fake)})
+    kernel, *commands = [line.strip("\t").split("\t") for line in calls.read_text().splitlines()]
+    assert Path(kernel[0]).is_file() and len(commands) == 8
+    for command in commands:
+        assert command[:2] == ["-m", "t2r"]
+        status, printed = call(*command[2:], "--row=none" if command[3] == "long" else "--lengths=none")
+        assert status == 2 and "none" in printed, printed
+
+
+def test_a_speed_table_that_does_not_exist_is_refused(tmp_path):
+    command = [ROOT / "launch" / "h200", tmp_path / "out", "paper", "lama"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "no table lama; choose from: kernel" in done.stderr

@@ -77,9 +77,10 @@ class FusedModel:
     def __init__(self, model: Any, packed: PackedModel, *, interpret: bool = False):
         self._model, self._packed, self._interpret = model, packed, interpret
 
-    def __call__(self, tokens: Int[Array, "b 1"], *, state: Any, mask: Bool[Array, "b 1"]):
+    def __call__(self, tokens: Int[Array, "b 1"], *, state: Any, mask: Bool[Array, "b 1"] | None = None):
         """Equals the model's own call, for one token of each sequence."""
         model, norm = self._model, self._model.final_norm
+        mask = jnp.ones(tokens.shape, bool) if mask is None else mask
         x = model.embed(tokens, state.position[:, None] + mask - 1)[:, 0]
         by_kernels = {one_kernel.PackedLayers: self._by_one_kernel, all_layers.PackedLayers: self._by_all_layers}
         x, layer_states = by_kernels.get(type(self._packed.layers), self._by_layers)(x, state, mask)
