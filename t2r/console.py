@@ -81,6 +81,10 @@ class Progress:
             values = "".join(f", {name} {short(value)}" for name, value in self._shown.items())
             self.say(f"{self._name} {self._done}/{self._total}{values}, {left:.0f} s left")
 
+    def forget(self) -> None:
+        """Shows no values beside the progress until new ones come."""
+        self._shown = {}
+
     def say(self, line: str) -> None:
         """Prints a line above the bar."""
         if self._bar is not None:

@@ -61,8 +61,10 @@ def _lines() -> Iterator[str]:
             except KeyboardInterrupt:  # Ctrl-C while nothing is answered
                 print()
     try:
-        yield from sys.stdin
-    except UnicodeDecodeError:
+        for line in sys.stdin:
+            line.encode()  # in some locales Python reads other bytes as characters that are none
+            yield line
+    except UnicodeError:
         from t2r.errors import InputError
 
         raise InputError("standard input is not UTF-8 text") from None

@@ -79,7 +79,10 @@ def find_template(tokenizer: Tokenizer, given: str | None = None) -> ChatTemplat
     if given:
         source = read_file(Path(given), "give a file with a Jinja template")
         if not isinstance(tokenizer, Hub):
-            raise InputError(f"--chat_template={given}: chat needs the tokenizer of a Hugging Face model")
+            raise InputError(
+                f"--chat_template={given}: chat needs the tokenizer of a Hugging Face model, which this model does not "
+                "have: use `t2r generate`, or /v1/completions of a server"
+            )
     else:
         source = getattr(tokenizer, "chat_template", None)
     return None if source is None else ChatTemplate(source, tokenizer)

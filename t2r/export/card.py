@@ -21,7 +21,7 @@ PAGE = """---
 {summary}
 
 It was made with t2r after [Finetuning Pretrained Transformers into RNNs](https://arxiv.org/abs/2103.13076):
-attention is computed by a recurrence{state}.
+{state}.
 
 ## How to use it
 
@@ -83,30 +83,48 @@ def write(name: str, content: LoadedModel, report: Mapping[str, Any] | None = No
     """README.md as a string."""
     config, tokenizer, history = content.model.config, content.tokenizer, content.provenance["history"]
     translates = bool(config.encoder_layers)
+    recurrent = any(spec.kind != "softmax" for spec in (*config.attention, *config.cross_attention))
     softmax = [layer for layer, spec in enumerate(config.attention) if spec.kind == "softmax"]
     kind = getattr(tokenizer, "target", tokenizer).kind
     return PAGE.format(
-        front="\n".join(_front(history, translates)),
+        front="\n".join(_front(history, translates, recurrent)),
         name=name,
         summary=_summary(config),
-        state=", with a state of one size at any length" if not softmax else " in the layers that are not softmax",
+        state=_state(softmax, recurrent),
         libraries=LIBRARIES.get(kind, ""),
         example=(TRANSLATION if translates else LANGUAGE_MODEL).format(name=name),
         layers=_layers(config),
         history="\n".join(f"{number}. {_event(entry)}" for number, entry in enumerate(history, 1)) or "Not recorded.",
         scores=_scores(report) if report else "",
-        limits="\n".join(f"- {limit}" for limit in _limits(config, softmax, bool(report))),
+        limits="\n".join(f"- {limit}" for limit in [*_unfinished(history), *_limits(config, softmax, bool(report))]),
     )
 
 
-def _front(history: list[Any], translates: bool) -> list[str]:
+def _state(softmax: list[int], recurrent: bool) -> str:
+    if not recurrent:
+        return "it is a transformer, which was not converted"
+    size = " in the layers that are not softmax" if softmax else ", with a state of one size at any length"
+    return f"attention is computed by a recurrence{size}"
+
+
+def _unfinished(history: list[Any]) -> list[str]:
+    """Says so if a model was swapped, or swapped and merged, and not finetuned after that."""
+    for entry in reversed(history):
+        if _is(entry, "swap"):
+            return ["Its attention was swapped and **not finetuned** after that: what it writes is noise."]
+        if _is(entry, "train"):
+            return []
+    return []
+
+
+def _front(history: list[Any], translates: bool, recurrent: bool) -> list[str]:
     """The YAML front matter; JSON strings are YAML, too."""
     lines = ["library_name: transformers", f"pipeline_tag: {'translation' if translates else 'text-generation'}"]
     sources = [entry.get("source") for entry in history if _is(entry, "import")]
     name = sources and isinstance(sources[0], str) and hub.NAME.fullmatch(sources[0])
     if name and _is(history[0], "import") and "commit" in history[0]:  # a model of the hub, not a path
         lines += [f"base_model: {json.dumps(name[1])}"]
-    return [*lines, "tags:", "- t2r", "- linear-attention", "- rnn"]
+    return [*lines, "tags:", "- t2r", *(["- linear-attention", "- rnn"] if recurrent else [])]
 
 
 def _is(entry: Any, action: str) -> bool:

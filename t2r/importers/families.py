@@ -31,7 +31,7 @@ _TIED = (r"(encoder|decoder)\.embed_tokens\.weight", r"shared\.weight", r"lm_hea
 _SINUSOIDS = (r"(encoder|decoder)\.embed_positions\.weights?",)
 
 _RMS = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
-_MISTRAL = _RMS | {"num_key_value_heads": 8, "sliding_window": 4096}
+_MISTRAL = _RMS | {"num_key_value_heads": 8, "sliding_window": 4096, "layer_types": None}
 _QWEN = _RMS | {
     "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
     "layer_types": None, "attention_bias": False, "mlp_bias": False,
@@ -93,7 +93,7 @@ _SEQ2SEQ_UNREAD = (r"hidden_size|num_attention_heads",)
 
 FAMILIES = {
     "llama": Family(lm.llama_fields, lm.llama_rules, ("model.",), _ROPE, _RMS, _LLAMA_UNREAD),
-    "mistral": Family(lm.mistral_fields, lm.llama_rules, ("model.",), _ROPE, _MISTRAL, (r"layer_types",)),
+    "mistral": Family(lm.mistral_fields, lm.llama_rules, ("model.",), _ROPE, _MISTRAL),
     "qwen2": Family(lm.qwen2_fields, lm.llama_rules, ("model.",), (), _QWEN),
     "qwen3": Family(lm.qwen3_fields, lm.llama_rules, ("model.",), (), _QWEN | {"head_dim": 128}),
     "phi3": Family(lm.phi3_fields, lm.phi3_rules, ("model.",), _ROPE, _PHI3),

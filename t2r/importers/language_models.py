@@ -109,7 +109,9 @@ def same_windows(c: Fields) -> Fields:
 
 
 def mistral_fields(c: Fields) -> Fields:
-    return plain_llama_fields(c) | rope_fields(c) | same_windows(c)
+    # With layer_types, transformers takes it for a Ministral, whose layers differ.
+    attention = {"attention": windows(c["sliding_window"], c["layer_types"])} if c["layer_types"] else same_windows(c)
+    return plain_llama_fields(c) | rope_fields(c) | attention
 
 
 def qwen2_fields(c: Fields) -> Fields:

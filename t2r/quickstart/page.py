@@ -47,7 +47,8 @@ def write_report(path: Path, report: Report) -> None:
 
 
 def _introduction(report: Report) -> list[str]:
-    last = {name: runs[-1] for name, runs in report.speeds.items()}
+    lengths = len(report.speeds["t2r"])
+    gains = [_gain(report, index) for index in dict.fromkeys((lengths - 1, 0))]  # the longest, and the shortest
     cost = {name: scores["perplexity"] for name, scores in report.scores.items()}
     written = "stories that the transformer had written itself"
     if not report.data.startswith("builtin:"):
@@ -57,10 +58,9 @@ def _introduction(report: Report) -> list[str]:
         f"The softmax attention of all {report.layers} layers became linear attention (T2R).",
         "What it cost": f"{report.steps['t2r']} steps of finetuning, each on {report.stories_per_step} {written}, and "
         f"a perplexity of {cost['t2r']:.2f} where the transformer has {cost['transformer']:.2f}. With a window of "
-        f"exact attention, {report.steps['window']} steps and {cost['window']:.2f}.",
-        "What it brought": f"A state of constant size. At {last['t2r'].length:,} tokens T2R generates "
-        f"{last['transformer'].step_seconds / last['t2r'].step_seconds:.1f} times as fast as the transformer, with "
-        f"1/{last['transformer'].state_bytes / last['t2r'].state_bytes:.0f} of its memory.",
+        f"exact attention, {report.steps['window']} steps and {cost['window']:.2f}. All of this page took "
+        f"{report.seconds / 60:.0f} minutes.",
+        "What it brought": " ".join(["A state of constant size.", *gains]),
     }
     return [
         "<p>A transformer remembers every token that it has read: the longer the text, the slower it writes and the "
@@ -70,8 +70,20 @@ def _introduction(report: Report) -> list[str]:
     ]
 
 
+def _gain(report: Report, index: int) -> str:
+    """Speed and memory beside the transformer's, at one of the measured lengths."""
+    old, *new = (report.speeds[name][index] for name in ("transformer", "t2r", "window"))
+    speeds = [old.step_seconds / run.step_seconds for run in new]
+    sizes = [old.state_bytes / run.state_bytes for run in new]
+    parts = [f"1/{size:.0f} of" if size >= 1.5 else f"{1 / size:.1f} times" for size in sizes]
+    return (
+        f"At {old.length:,} tokens, T2R writes {speeds[0]:.1f} times as fast as the transformer, and its attention "
+        f"needs {parts[0]} the memory; with a window {speeds[1]:.1f} times as fast, and {parts[1]} the memory."
+    )
+
+
 def _stories(report: Report) -> list[str]:
-    titles = {"transformer": "Before", "swapped": "Between", "t2r": "After", "window": "After"}
+    titles = {"transformer": "Before", "swapped": "Swapped", "t2r": "After", "window": "After"}
     cells = "".join(
         f"<div><h3>{titles[name]}<br><small>{_subject(report, name)}</small></h3>"
         f"<blockquote><b>{html.escape(report.prompt)}</b>{_lines(story)}</blockquote></div>"
@@ -80,7 +92,7 @@ def _stories(report: Report) -> list[str]:
     return [
         "<h2>The same beginning, told by each model</h2>",
         "<p>The beginning, in bold, was given; temperature 0.7, top-p 0.9, the same random seed. "
-        "The transformer is small: its stories read well, and do not always make sense.</p>",
+        "The transformer is small: its sentences read well, and its stories do not always make sense.</p>",
         f"<div class=beside>{cells}</div>",
     ]
 
@@ -99,15 +111,17 @@ def _quality(report: Report) -> list[str]:
         "<h2>What was lost</h2>",
         table(["model", "perplexity", "recall"], rows),
         "<p><b>Perplexity:</b> how surprised the model is by held-out text; lower is better. 4 means: as unsure of the "
-        f"next token as if it chose among 4. Finetuning recovered {report.recovered:.1%} of what the swap cost.</p>",
+        f"next token as if it chose among 4. Finetuning T2R recovered {report.recovered:.1%} of what the swap "
+        "cost.</p>",
         "<p><b>Recall:</b> the perplexity of a text that the model has just read once, when it comes again; 1 is a "
-        "perfect memory. The transformer that ships has not learned to repeat.</p>",
+        "perfect memory. The transformer that ships has not learned to repeat, so compare the others with it, not "
+        "with 1.</p>",
         "<p><b>T2R</b> is the method of the paper: attention is linear for all tokens, and its feature map, which "
-        "starts at random, is merged into the weights after finetuning. <code>--steps</code> gives it more "
-        "steps than these few.</p>",
+        "starts at random, is merged into the weights after finetuning. With more steps than these few it loses less: "
+        "<code>t2r quickstart --steps=600 --workdir=runs/longer</code>.</p>",
         "<p><b>With a window</b>, attention stays exact for the last 64 tokens and the first 4, and is linear for all "
-        "others; each attention is first fitted to the one it replaces. This is what <code>t2r convert</code> does "
-        "unless told otherwise.</p>",
+        "others; each attention is first fitted to the one it replaces. This is what <code>t2r convert "
+        "--finetune</code> does unless told otherwise.</p>",
     ]
 
 
@@ -152,7 +166,7 @@ def _next(report: Report) -> list[str]:
         "<p>Have the converted model tell another story, then convert a model of your own: a Hugging Face directory "
         "(GPT-2, Llama, ...), a fairseq checkpoint or a GGUF file. Without <code>--data</code>, it writes its own "
         "training text, as here.</p>",
-        f"<pre>{html.escape(NEXT.format(model=report.models['t2r']))}</pre>",
+        f"<pre>{html.escape(NEXT.format(model=report.models['window']))}</pre>",
         f"<p><small>Made in {report.seconds:.0f} s on {html.escape(describe(report.environment))}. "
         "Method: Kasai et al. (2021), “Finetuning Pretrained Transformers into RNNs”.</small></p>",
     ]

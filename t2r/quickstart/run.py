@@ -17,6 +17,7 @@ from t2r.data.prepared import stamps_of, tokenize
 from t2r.data.sources import load_documents
 from t2r.decode.sampling import Sampling
 from t2r.decode.text import generate_text
+from t2r.errors import InputError
 from t2r.evaluation.perplexity import document_perplexity
 from t2r.evaluation.recall import recall
 from t2r.files import make_folder, read_json, write_json
@@ -153,10 +154,11 @@ def read_converted(workdir: Path, configs: dict[str, ConfigDict]) -> Converted |
     path = workdir / "converted.json"
     if not os.path.lexists(path) or not all((workdir / name).exists() for name in configs):
         return None
-    content = read_json(path, "remove it: it is then computed again")
-    if content.pop("request", None) != request_of(configs) or content.keys() != set(Converted._fields):
-        return None
-    return Converted(**content)
+    content, request = read_json(path, "remove it: it is then computed again"), request_of(configs)
+    before = content.pop("request", None)
+    if isinstance(before, dict) and before.get("configs") != request["configs"]:
+        raise InputError(f"{workdir} has a quickstart with other options: add --workdir=FOLDER, or remove {workdir}")
+    return Converted(**content) if before == request and content.keys() == set(Converted._fields) else None
 
 
 def measure(models: dict[str, LanguageModel], lengths: list[int], batch: int) -> dict[str, list[DecodeSpeed]]:

@@ -81,10 +81,14 @@ class Server:
     async def _http_error(self, request: HttpRequest, error: HTTPException) -> Response:
         if error.status_code == 404:
             return self._error(
-                Problem(404, f"there is no {request.url.path}: see /v1/models, /v1/completions, /health")
+                Problem(
+                    404,
+                    f"there is no {request.url.path}: see /v1/models, /v1/completions, /v1/chat/completions, /health",
+                )
             )
         if error.status_code == 405:
-            return self._error(Problem(405, f"{request.url.path} does not take {request.method}"))
+            allowed = (error.headers or {}).get("Allow", "another method")
+            return self._error(Problem(405, f"{request.url.path} does not take {request.method}: use {allowed}"))
         return self._error(Problem(error.status_code, str(error.detail)))
 
     async def _bug(self, request: HttpRequest, error: Exception) -> Response:
@@ -175,7 +179,9 @@ class Server:
             raise Problem(408, f"the body was not complete after {BODY_SECONDS} s") from None
         try:
             body = json.loads(content)
-        except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8, and endless digits
+        except RecursionError:
+            raise Problem(400, "the body is nested too deeply") from None
+        except ValueError as error:  # also bytes that are not UTF-8, and endless digits
             raise Problem(400, f"the body is not JSON: {str(error)[:100]}") from None
         if not isinstance(body, dict):
             raise Problem(400, f"the body is a JSON {type(body).__name__}: send an object")

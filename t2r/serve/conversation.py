@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from t2r.data.chat_template import ChatTemplate, Message, find_template
-from t2r.data.tokenizer import stop_ids
+from t2r.data.tokenizer import Hub, Tokenizer, stop_ids
 from t2r.decode.sampling import Sampling
 from t2r.decode.text import check_language_model
 from t2r.errors import InputError
@@ -39,7 +39,7 @@ class Conversation:
         check_language_model(loaded)
         if weights == "int8":
             loaded = loaded._replace(model=for_decoding(loaded.model, "int8"))
-        self._template = _required(find_template(loaded.tokenizer, template), model)
+        self._template = _required(find_template(loaded.tokenizer, template), model, loaded.tokenizer)
         self._tokenizer, self._stops = loaded.tokenizer, stop_ids(loaded.tokenizer)
         self._sampling, self._system, self._events = sampling, system, queue.Queue()
         slots = Slots(loaded.model, 1, capacity_of(loaded.model.config, 0))
@@ -110,12 +110,10 @@ class Conversation:
         self._scheduler.join(10)
 
 
-def _required(template: ChatTemplate | None, model: str) -> ChatTemplate:
+def _required(template: ChatTemplate | None, model: str, tokenizer: Tokenizer) -> ChatTemplate:
     if template is None:
-        raise InputError(
-            f"{model} has no chat template: use `t2r generate`, or give the template of its family with "
-            "--chat_template=FILE"
-        )
+        other = ", or give the template of its family with --chat_template=FILE" if isinstance(tokenizer, Hub) else ""
+        raise InputError(f"{model} has no chat template: use `t2r generate`{other}")
     return template
 
 

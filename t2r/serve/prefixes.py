@@ -1,5 +1,6 @@
 """The states after prompts and answers, kept so that a prompt that begins like one of them is not read again."""
 
+import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,9 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from t2r.attention.softmax import KVCache
+from t2r.console import say
 from t2r.decode.generate import Generation
-from t2r.decode.state_file import load_generation, save_generation
+from t2r.decode.state_file import fingerprint, load_generation, save_generation
 from t2r.environment import total_bytes
+from t2r.errors import InputError
 from t2r.files import atomic_file, make_folder, read_json
 from t2r.model.transformer import DecodeState, LanguageModel
 
@@ -84,25 +87,40 @@ def _hashes(ids: Sequence[int]) -> list[int]:
 
 
 def save_prefixes(folder: Path, prefixes: Iterable[Prefix], model: LanguageModel) -> None:
-    """Writes each state as a file of `t2r generate --save_state`, and a list of their tokens."""
+    """Writes each state as a file of `t2r generate --save_state`, and a list of their tokens.
+
+    A file's name follows from the model and the tokens: it never comes to hold another prompt's state, whenever this is
+    interrupted.
+    """
     make_folder(folder)
     names = {}
-    for number, (ids, state) in enumerate(prefixes):
-        names[f"{number}.state"] = ids
+    for ids, state in prefixes:
+        name = f"{hashlib.sha256(json.dumps([fingerprint(model), *ids]).encode()).hexdigest()[:20]}.state"
+        names[name] = ids
         first = lambda x: x._replace(index=x.index[0]) if isinstance(x, KVCache) else x  # noqa: E731
         state = state._replace(layers=tuple(map(first, state.layers)))
         key = jax.random.key_data(jax.random.key(0))
         generation = Generation(state, jnp.zeros(1, jnp.int32), jnp.zeros(1, bool), key)
-        save_generation(folder / f"{number}.state", generation, model)
-    with atomic_file(folder / LIST) as unfinished:  # last: what it does not name is not read
+        save_generation(folder / name, generation, model)
+    with atomic_file(folder / LIST) as unfinished:
         unfinished.write_text(json.dumps(names))
+    for old in folder.glob("*.state"):
+        if old.name not in names:
+            old.unlink()
 
 
 def load_prefixes(folder: Path, cache: PrefixCache, model: LanguageModel) -> None:
-    """Adds the states in a folder, if there are any; they must be this model's."""
+    """Adds the states in a folder, if there are any. Those that are damaged or another model's are left out."""
     if not (folder / LIST).exists():
         return
+    problems = []
     for name, ids in read_json(folder / LIST, "remove the folder: states are then computed again").items():
-        state = load_generation(folder / name, model).state
+        try:
+            state = load_generation(folder / name, model).state
+        except InputError as error:
+            problems.append(str(error).splitlines()[0])
+            continue
         own = lambda x: x._replace(index=x.index[None]) if isinstance(x, KVCache) else x  # noqa: E731
         cache.add(ids, state._replace(layers=tuple(map(own, state.layers))))
+    if problems:
+        say(f"{len(problems)} kept states cannot be used, and are computed again when they are needed: {problems[0]}")

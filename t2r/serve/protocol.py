@@ -67,7 +67,10 @@ class _Fields:
     def get(self, name: str) -> Any:
         return self._body.get(name)
 
-    def number(self, name: str, default: Any, low: float, high: float, *, whole: bool = False) -> Any:
+    def number(
+        self, name: str, default: Any, low: float, high: float, *, whole: bool = False, above: bool = False
+    ) -> Any:
+        """A number from low (with `above`, from the next one) to high."""
         value = self._body.get(name)
         if value is None:
             return default
@@ -75,8 +78,9 @@ class _Fields:
         if not (is_whole if whole else is_whole or (type(value) is float and math.isfinite(value))):
             self.wrong(name, f"{name}={_shown(value)} is not a {'whole ' if whole else ''}number")
             return default
-        if not low <= value <= high:
-            self.wrong(name, f"{name}={_shown(value)} must be at least {low:,} and at most {high:,}")
+        if not low <= value <= high or (above and value == low):
+            least = f"{'above' if above else 'at least'} {low:,}"
+            self.wrong(name, f"{name}={_shown(value)} must be {least} and at most {high:,}")
             return default
         return int(value) if whole else float(value)
 
@@ -119,11 +123,9 @@ def parse(kind: str, body: Any, served: Any) -> Asked:
         supported = "is not supported here: leave it out" if name in NEUTRAL else "is not a parameter of this endpoint"
         fields.wrong(name, f"{_shown(name)[1:-1]} {supported}")
     temperature = fields.number("temperature", 1.0, 0, 100)
-    top_p, top_k = fields.number("top_p", 1.0, 0, 1), fields.number("top_k", 0, 0, 2**31 - 1, whole=True)
+    top_p, top_k = fields.number("top_p", 1.0, 0, 1, above=True), fields.number("top_k", 0, 0, 2**31 - 1, whole=True)
     choices = fields.number("n", 1, 1, MOST_CHOICES, whole=True)
     seed = fields.number("seed", None, -(2**63), 2**63 - 1, whole=True)
-    if top_p == 0:
-        fields.wrong("top_p", "top_p=0 must be above 0")
     stream, stop = fields.flag("stream"), fields.texts("stop")
     options = fields.get("stream_options") or {}
     if not isinstance(options, dict):
@@ -222,7 +224,8 @@ def _chat_prompts(fields: _Fields, served: Any) -> tuple[list[list[int]], list[s
             (message.get("role"), content_text(message.get("content"))) if isinstance(message, dict) else (0, 0)
         )
         if not isinstance(role, str) or not isinstance(text, str) or not _is_unicode(role + text):
-            fields.wrong("messages", f"messages[{number}] needs a role and a content, both text")
+            wrong = f"messages[{number}]={_shown(message)} needs a role and a content, both text (no images)"
+            fields.wrong("messages", wrong)
         else:
             conversation.append({"role": role, "content": text})
     if len(conversation) < len(messages):

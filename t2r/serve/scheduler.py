@@ -163,7 +163,7 @@ class Scheduler:
                 raise Problem(
                     429,
                     f"{self._unfinished} answers are being written or wait, and {self.slots.count} slots with a queue "
-                    f"of {self._queue} take no {request.choices} more: try again later",
+                    f"of {self._queue} have no place for {request.choices} more: try again later",
                 )
             self._unfinished += request.choices
             self.counters.requests += 1

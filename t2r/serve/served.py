@@ -73,6 +73,7 @@ class ServedModel:
         kernels: str = "auto",
     ):
         """`template` is a file with a chat template, for a model that has none; `weights` the type of the matrices."""
+        say(f"{name}: loading {path}" if name != path else f"loading {path}")
         loaded = by_name.load(path, dtype=dtype, kernels=kernels)
         check_language_model(loaded)
         if weights == "int8":
@@ -93,6 +94,7 @@ class ServedModel:
             raise InputError(f"{name}, {'an' if self.kind == 'RNN' else 'a'} {self.kind}: {error}") from None
         if (most := slots.most_by_kernels) or jax.default_backend() != "cpu":
             say(f"{name}: {f'kernels decode up to {most} answers together, XLA more' if most else 'XLA decodes'}")
+        say(f"{name}: compiling")
         slots.warm_up(everything=limits.warm_up)
         options = dict(queue=limits.queue, cache_bytes=limits.cache_mib * 2**20)
         self.scheduler = Scheduler(slots, self.stops, self._deliver, **options)

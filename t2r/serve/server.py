@@ -121,7 +121,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except socket.gaierror:
         raise InputError(f"--host={host} is no address of this machine: use 127.0.0.1 or 0.0.0.0") from None
     except OSError as error:
-        free = "choose another --port, or 0 for any" if error.errno == errno.EADDRINUSE else "choose another"
+        free = "choose another --port, or 0 for any" if error.errno == errno.EADDRINUSE else "choose another --host"
         raise InputError(f"cannot listen on {host}:{port}: {error.strerror}; {free}") from None
 
 

@@ -20,7 +20,10 @@ from t2r.model.transformer import LanguageModel
 from t2r.store import tensors
 
 FORMAT = "t2r/1"
-PURPOSE = "give a t2r model directory, or builtin:NAME; other models are imported first, with `t2r import`"
+PURPOSE = (
+    "give a t2r model directory, builtin:NAME, or ORG/NAME of the Hugging Face hub; other models are imported first, "
+    "with `t2r import`"
+)
 PRETRAINED = Path(__file__).parent.parent / "pretrained"
 
 

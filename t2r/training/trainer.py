@@ -170,6 +170,7 @@ def run_steps(run: Run, state: TrainState, batches: grain.DatasetIterator) -> Tr
             if stage is not run.stages.at(step):
                 stage = run.stages.at(step)
                 one_step = make_step(stage.objective, stage.optimizer, run.mesh, state)
+                progress.forget()  # the values of another stage are others
                 if len(run.stages.all) > 1:
                     progress.say(f"stage {stage.name}: steps {stage.first + 1} to {stage.last}")
             state, result = one_step(state, [load_batch(part, run.mesh) for part in next(batches)])

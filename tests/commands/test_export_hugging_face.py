@@ -29,6 +29,7 @@ from t2r.data.tokenizer import (
 from t2r.decode import beam
 from t2r.decode.beam import Beam
 from t2r.decode.generate import generate_tokens, prefill
+from t2r.export import card as model_card
 from t2r.export import hugging_face
 from t2r.model.config import AttentionSpec
 from t2r.model.loss import source_states
@@ -265,6 +266,27 @@ def test_labels_positions_and_types(tmp_path, tokenizer):
     assert half.dtype == torch.bfloat16 and float((half(ids).logits - out.logits).abs().mean()) < 0.05
 
 
+@pytest.mark.slow
+def test_a_model_may_be_loaded_again_and_refuses_what_it_would_ignore(tmp_path, tokenizer):
+    folder, model = tmp_path / "out", make_model(LANGUAGE_MODELS["merged"])
+    theirs, _ = exported(folder, LoadedModel(model, tokenizer, {"history": []}))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    expected = theirs.generate(ids, max_new_tokens=4, do_sample=False)
+    again, _ = load(folder)
+    assert again.generate(ids, max_new_tokens=4, do_sample=False).tolist() == expected.tolist()
+    assert len(again(ids, return_dict=False)) == 2
+    assert again(ids, position_ids=torch.arange(4)[None]).logits.shape[1] == 4
+    for wrong in (
+        dict(position_ids=torch.arange(4)[None] + 7),
+        dict(output_hidden_states=True),
+        dict(output_attentions=True),
+        dict(past_key_values=transformers.DynamicCache()),
+        dict(attention_mask=torch.ones(1, 1, 4, 4)),
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            again(ids, **wrong)
+
+
 def test_the_code_needs_neither_t2r_nor_jax():
     for path in hugging_face.CODE.glob("*.py"):
         nodes = [
@@ -361,6 +383,17 @@ def test_every_tokenizer_gives_the_same_tokens_and_texts(tmp_path, tokenizer):
         theirs.save_pretrained(folder / "again")
         kinds.add(target.kind)
     assert kinds == {kind.kind for kind in KINDS}
+
+
+def test_a_card_says_what_was_not_done(tokenizer):
+    plain = LoadedModel(make_model(LANGUAGE_MODELS["softmax"]), tokenizer, {"history": [{"action": "train"}]})
+    card = model_card.write("plain", plain)
+    assert "it is a transformer, which was not converted" in card and "- rnn" not in card and "recurrence" not in card
+    history = [{"action": "train"}, {"action": "swap"}, {"action": "merge"}]
+    swapped = LoadedModel(make_model(LANGUAGE_MODELS["merged"]), tokenizer, {"history": history})
+    assert "**not finetuned**" in model_card.write("swapped", swapped)
+    finetuned = swapped._replace(provenance={"history": [*history, {"action": "train"}]})
+    assert "not finetuned" not in model_card.write("finetuned", finetuned)
 
 
 def test_the_command_writes_a_model_card(tmp_path, tokenizer, call):

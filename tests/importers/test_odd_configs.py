@@ -56,7 +56,9 @@ def logits_there(folder, name):
     import torch
     import transformers
 
-    model = getattr(transformers, CASES[name][0]).from_pretrained(folder).eval()
+    # By a model's type, transformers finds its class; with layer_types, a Mistral is a Ministral.
+    own = "layer_types" in json.loads((folder / "config.json").read_text()) and name == "mistral"
+    model = getattr(transformers, "AutoModelForCausalLM" if own else CASES[name][0]).from_pretrained(folder).eval()
     ids = torch.tensor(np.arange(3, 27)[None] % 61)
     given = (
         dict(input_ids=ids, decoder_input_ids=ids.flip(1)) if model.config.is_encoder_decoder else dict(input_ids=ids)
@@ -107,6 +109,7 @@ ODD = [
     ("llama", None, dict(layer_types=["sliding_attention", "full_attention"], sliding_window=4)),
     ("mistral", None, dict(sliding_window="DROP")),
     ("mistral", None, dict(sliding_window=None)),
+    ("mistral", None, dict(sliding_window=3, layer_types=["full_attention", "sliding_attention"])),
     ("llama3", other_head, {}),
     ("gpt2", other_head, {}),
     ("qwen3", None, dict(head_dim=8, sliding_window=4)),

@@ -10,15 +10,15 @@ import pytest
 from t2r.decode.generate import truncate_at_stop
 from t2r.decode.sampling import Sampling
 from t2r.decode.text import generate_text
-from t2r.errors import InputError
 from t2r.model.config import AttentionSpec
 from t2r.model.transformer import DecodeState
+from t2r.serve import prefixes
 from t2r.serve.prefixes import PrefixCache, load_prefixes, save_prefixes
 from t2r.serve.problem import Problem
 from t2r.serve.scheduler import Request, Scheduler
 from t2r.serve.slots import Slots
 from t2r.store.model_dir import LoadedModel
-from tests.conftest import PROSE, WINDOW, make_model, micro, slow_but
+from tests.conftest import PROSE, WINDOW, error, make_model, micro, slow_but
 
 KINDS = {
     "softmax": (AttentionSpec(), AttentionSpec()),
@@ -134,7 +134,7 @@ def test_a_prompt_continues_from_the_state_of_an_earlier_one(kind, client):
 
 
 @pytest.mark.parametrize("kind", slow_but(KINDS, "rnn"))
-def test_states_may_be_kept_in_a_folder(kind, client, tmp_path):
+def test_states_may_be_kept_in_a_folder(kind, client, tmp_path, capsys):
     first, second = client(kind), client(kind)
     answer = first.ask(request := first.request(PROSE[:60]))
     save_prefixes(tmp_path / "states", first.scheduler.prefixes, first.loaded.model)
@@ -142,8 +142,32 @@ def test_states_may_be_kept_in_a_folder(kind, client, tmp_path):
     assert second.ask(again := second.request(PROSE[:60])) == answer
     assert again.cached == len(request.ids) - 1
     other = model_of("softmax" if kind == "rnn" else "rnn", first.loaded.tokenizer).model
-    with pytest.raises(InputError, match="was saved by another"):
-        load_prefixes(tmp_path / "states", PrefixCache(2**20), other)
+    load_prefixes(tmp_path / "states", cache := PrefixCache(2**20), other)
+    assert len(cache) == 0 and "was saved by another" in capsys.readouterr().err
+
+
+def test_states_are_kept_though_their_writing_is_interrupted(client, tmp_path, capsys, monkeypatch):
+    """A state is never taken for that of another prompt; a damaged one is left out."""
+    first, second = client("rnn"), client("rnn")
+    folder, model = tmp_path / "states", first.loaded.model
+    first.ask(first.request(PROSE[:60]))
+    save_prefixes(folder, first.scheduler.prefixes, model)
+    kept = {path.name for path in folder.iterdir()}
+    second.ask(second.request(PROSE[100:160]))
+    monkeypatch.setattr(prefixes, "atomic_file", lambda path: 1 / 0)  # killed before the list is written
+    with pytest.raises(ZeroDivisionError):
+        save_prefixes(folder, second.scheduler.prefixes, model)
+    monkeypatch.undo()
+    load_prefixes(folder, cache := PrefixCache(2**30), model)
+    assert {prefix.ids for prefix in cache} == {prefix.ids for prefix in first.scheduler.prefixes}
+    for ours, theirs in zip(cache, first.scheduler.prefixes):
+        assert error(ours.state.layers, theirs.state.layers) == 0
+    save_prefixes(folder, cache, model)
+    assert {path.name for path in folder.iterdir()} == kept  # what the list does not name is gone
+    damaged = next(folder.glob("*.state"))
+    damaged.write_bytes(damaged.read_bytes()[:50])
+    load_prefixes(folder, left := PrefixCache(2**30), model)
+    assert len(left) == len(cache) - 1 and f"cannot read {damaged}" in capsys.readouterr().err
 
 
 def test_a_long_prompt_does_not_stop_others(client):

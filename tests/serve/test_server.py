@@ -100,7 +100,7 @@ def test_a_chat_is_the_completion_of_its_template(client, paths):
 BAD = [
     (b"", 400, "the body is not JSON"),
     (b"[1]", 400, "the body is a JSON list: send an object"),
-    (b"[" * 5000, 400, "the body is not JSON"),
+    (b"[" * 5000, 400, "the body is nested too deeply"),
     (b'{"prompt": "\xff"}', 400, "the body is not JSON"),
     (b"x" * 9000, 413, "the body has 9,000 bytes: at most 8,192 are allowed"),
     ({}, 400, "prompt is missing"),
@@ -119,7 +119,7 @@ BAD = [
     ({"prompt": "a", "top_p": 0, "n": 0, "top_k": -2}, 400, "top_k=-2 must be at least 0"),
     ({"prompt": "a", "n": 129}, 400, "n=129 must be at least 1 and at most 128"),
     ({"prompt": ["a"] * 65, "n": 2}, 400, "65 prompts with n=2 are more than 128 answers"),
-    ({"prompt": "a", "n": 13}, 429, "with a queue of 8 take no 13 more"),
+    ({"prompt": "a", "n": 13}, 429, "with a queue of 8 have no place for 13 more"),
     ({"prompt": "a", "stream": "yes"}, 400, "stream='yes' is neither true nor false"),
     ({"prompt": "a", "stop": [""]}, 400, "stop=[''] is neither a string"),
     ({"prompt": "a", "stop": list("abcde")}, 400, "stop has 5 strings of up to 1 characters: at most 4 of 256"),

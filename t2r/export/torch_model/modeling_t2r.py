@@ -28,6 +28,8 @@ CHUNK = 64  # tokens of a prompt that are read at once
 LOWEST = -1e30  # the logarithm of nothing; finite, because −∞ − (−∞) is not a number
 LARGEST = 30.0  # of the logarithm of the weight of distant keys above the largest exact score
 
+# What callers may ask for and would miss: it is refused, not ignored.
+UNSUPPORTED = ("inputs_embeds", "output_hidden_states", "output_attentions")
 ACTIVATIONS = {
     "relu": F.relu,
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
@@ -738,7 +740,7 @@ class Encoder(Stack):
         return BaseModelOutput(last_hidden_state=self.finish(x))
 
 
-class T2RPreTrainedModel(PreTrainedModel, GenerationMixin):
+class T2RPreTrainedModel(PreTrainedModel):
     config_class = T2RConfig
     main_input_name = "input_ids"
     _no_split_modules = ("Block",)
@@ -774,14 +776,25 @@ class T2RPreTrainedModel(PreTrainedModel, GenerationMixin):
         device = next(self.embedding.parameters()).device
         return T2RCache(states, torch.zeros(batch, dtype=torch.long, device=device), source)
 
-    def decode(self, tokens, attention_mask, cache):
+    def decode(self, tokens, attention_mask, cache, position_ids=None, **others):
         """The last hidden layer of each token; the cache is then after these tokens."""
+        for name in UNSUPPORTED:
+            if others.get(name) is not None and others[name] is not False:
+                raise ValueError(f"{name} is not supported by this model: leave it out")
+        if not isinstance(cache, T2RCache):
+            raise ValueError(f"past_key_values is a {type(cache).__name__}: this model needs its own T2RCache, or None")
         length = tokens.shape[1]
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ValueError(
+                f"attention_mask has {attention_mask.ndim} dimensions: this model needs 2, batch and tokens"
+            )
         if attention_mask is None:
             mask = torch.ones_like(tokens, dtype=torch.bool)
         else:
             mask = attention_mask[:, -length:].to(tokens.device).bool()
         positions = (cache.position[:, None] + mask.cumsum(1) - 1).clamp(min=0)
+        if position_ids is not None and bool(((positions != position_ids.to(positions.device)) & mask).any()):
+            raise ValueError("position_ids are not those of attention_mask, which this model uses: leave them out")
         most = self.decoder.shape.max_positions
         if most and cache.seen + length > most and int(positions.max()) >= most:
             raise ValueError(f"{int(positions.max()) + 1} tokens are too many: this model has {most} positions")
@@ -793,7 +806,7 @@ class T2RPreTrainedModel(PreTrainedModel, GenerationMixin):
         return self.decoder.finish(x)
 
 
-class T2RForCausalLM(T2RPreTrainedModel):
+class T2RForCausalLM(T2RPreTrainedModel, GenerationMixin):
     """A language model."""
 
     def forward(
@@ -808,13 +821,14 @@ class T2RForCausalLM(T2RPreTrainedModel):
     ):
         """`attention_mask` is 0 at padding, which may be anywhere in a sequence and never enters the state."""
         cache = self.new_cache(len(input_ids)) if past_key_values is None else past_key_values
-        hidden = self.decode(input_ids, attention_mask, cache)
+        hidden = self.decode(input_ids, attention_mask, cache, **kwargs)
         logits = self.embedding.logits(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         keeps = self.config.use_cache if use_cache is None else use_cache
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if keeps else None)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if keeps else None)
+        return output.to_tuple() if kwargs.get("return_dict") is False else output
 
     def prepare_inputs_for_generation(
         self, input_ids, past_key_values=None, attention_mask=None, use_cache=True, **kwargs
@@ -824,7 +838,7 @@ class T2RForCausalLM(T2RPreTrainedModel):
         return inputs | {"past_key_values": past_key_values, "use_cache": use_cache}
 
 
-class T2RForSeq2SeqLM(T2RPreTrainedModel):
+class T2RForSeq2SeqLM(T2RPreTrainedModel, GenerationMixin):
     """A translation model: an encoder of the source, and a language model of the target that attends to it."""
 
     def get_encoder(self, *args, **kwargs):
@@ -854,10 +868,11 @@ class T2RForSeq2SeqLM(T2RPreTrainedModel):
             mask = hidden.new_ones(hidden.shape[:2]) if attention_mask is None else attention_mask
             source = [block.cross.build_state(hidden, mask.bool()) for block in self.decoder.blocks]
             cache = self.new_cache(len(decoder_input_ids), source)
-        logits = self.embedding.logits(self.decode(decoder_input_ids, decoder_attention_mask, cache))
+        logits = self.embedding.logits(self.decode(decoder_input_ids, decoder_attention_mask, cache, **kwargs))
         loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         keeps = self.config.use_cache if use_cache is None else use_cache
-        return Seq2SeqLMOutput(loss=loss, logits=logits, past_key_values=cache if keeps else None)
+        output = Seq2SeqLMOutput(loss=loss, logits=logits, past_key_values=cache if keeps else None)
+        return output.to_tuple() if kwargs.get("return_dict") is False else output
 
     def prepare_inputs_for_generation(
         self,
