@@ -2,20 +2,54 @@
 # Functions for the scripts that make a table of the paper (enwik8, tatoeba). They work in the folder OUT, so that no path
 # of a machine is written into results.
 
-enter_out() { # OUT: goes there; t2r is that of this clone
-    python=$(command -v "${PYTHON:-python}") || { echo "error: there is no ${PYTHON:-python}; set PYTHON" >&2; exit 2; }
-    [[ $python == /* ]] || python=$PWD/$python
+fail() { # message
+    echo "error: $*" >&2
+    exit 2
+}
+
+enter_out() { # OUT: goes there; t2r is that of this clone, and so is Python, if it has one and PYTHON names no other
     root=$(cd "$(dirname "$0")/.." && pwd)
-    results=${RESULTS:-$root/results/$(basename "$0")}
-    mkdir -p "$1" "$results"
+    local wanted=python
+    [[ ! -x $root/.venv/bin/python ]] || wanted=$root/.venv/bin/python
+    wanted=${PYTHON:-$wanted}
+    python=$(command -v "$wanted") || fail "there is no $wanted; set PYTHON"
+    [[ $python == /* ]] || python=$PWD/$python
+    out=$1 results=${RESULTS:-$root/results/$(basename "$0")}
+    make_folder "$out" OUT
+    make_folder "$results" RESULTS
     results=$(cd "$results" && pwd)
     export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-    cd "$1"
+    cd "$out" || exit
+}
+
+make_folder() { # folder, what it is
+    [[ ! -e $1 || -d $1 ]] || fail "$1: it is a file, not a folder; choose another $2"
+    { mkdir -p "$1" && [[ -w $1 ]]; } 2>/dev/null || fail "$1: it cannot be made or written; choose another $2"
 }
 
 absolute() { # prints the absolute path of a file, which must exist
-    [[ -f $1 ]] || { echo "error: there is no file $1" >&2; exit 2; }
+    [[ -f $1 && -r $1 ]] || fail "there is no file $1 that can be read"
     echo "$(cd "$(dirname "$1")" && pwd)/$(basename "$1")"
+}
+
+# prepare TEXT SOURCE COMMAND...: makes TEXT by `COMMAND SOURCE TEXT`, once. What SOURCE was is kept in TEXT.source, so that
+# another one is refused, and not ignored.
+prepare() {
+    local text=$1 source=$2 sum before name
+    shift 2
+    sum=$(cksum <"$source")
+    if [[ -s $text.source ]]; then
+        { read -r before && read -r name; } <"$text.source" || true
+        [[ $before == "$sum" ]] || fail "$out: it was made from $name; give that file, or another OUT"
+        [[ ! -s $text ]] || return 0
+    fi
+    "$@" "$source" "$text.partial" || { rm -f "$text.partial"; exit 2; }
+    if [[ -s $text ]] && ! cmp -s "$text" "$text.partial"; then # of an OUT that has no TEXT.source
+        rm "$text.partial"
+        fail "$out: it was made from another file; give that file, or another OUT"
+    fi
+    mv "$text.partial" "$text"
+    printf '%s\n' "$sum" "$(basename "$source")" >"$text.source"
 }
 
 # study FLAGS...: `t2r study`. Rows that fail do not stop the script, but make it end with status 2; an interruption does.
@@ -27,7 +61,38 @@ study() {
     ((status == 0)) || failed=2
 }
 
-publish() { # copies the tables to RESULTS, and writes the page that shows them if that is in this clone
+publish() { # copies tables and figures to RESULTS, and writes the page that shows them if that is in this clone
+    local why=""
+    [[ -s study/study.json ]] || return 0
+    if [[ -s $results/study.json ]]; then
+        why=$(loses "$results/study.json" 2>/dev/null) || why="its study.json cannot be read"
+        ((failed == 0)) || why="something failed"
+    fi
+    if [[ -n $why ]]; then
+        echo "$results stays as it is: $why. The new table is $out/study/study.md; RESULTS=FOLDER copies it elsewhere" >&2
+        return
+    fi
     cp study/study.json study/study.md "$results/"
+    if [[ -s analysis/analysis.json ]]; then
+        mkdir -p "$results/analysis"
+        rm -f "$results"/analysis/study.{json,md} # of an analysis of other models than the table's
+        cp analysis/analysis.json analysis/*.png "$results/analysis/"
+    fi
     if [[ $results == "$root/results/"* ]]; then "$python" "$root/launch/results_page"; fi
+}
+
+loses() { # study.json: prints what would be lost if the new one replaced it; nothing if nothing would
+    "$python" - "$1" study/study.json <<'END'
+import json, sys
+
+old, new = (json.load(open(path)) for path in sys.argv[1:])
+rows, kept = ([f"{row['row']} (seed {row['seed']})" for row in table["rows"]] for table in (old, new))
+lost = [row for row in rows if row not in kept]
+if old["config"] != new["config"]:
+    print(f"it has the table of {old['config']}, the new one is of {new['config']}")
+elif lost:
+    print("the new table lacks " + ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else ""))
+elif new["scale"] < old["scale"]:
+    print(f"the new table was made with SCALE={new['scale']:g}, that one with {old['scale']:g}")
+END
 }

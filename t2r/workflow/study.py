@@ -5,6 +5,7 @@ was stopped goes on from its last checkpoint. All rows read the same tokenizer a
 Language models are scored by perplexity, translation models by BLEU.
 """
 
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -13,8 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 from t2r.console import say, short, table
 from t2r.data.pairs import is_pairs, load_pairs
 from t2r.data.sources import SPLITS, split_spec
-from t2r.errors import InputError, raise_all
+from t2r.errors import InputError, Stopped, raise_all
 from t2r.evaluation.bleu import check_tokenizer
 from t2r.files import atomic_file, exclusive, make_folder, read_json, write_json
 from t2r.store import model_dir
@@ -105,6 +105,7 @@ class Study:
         self._columns, self._translates = columns(data), is_pairs(data)
         self._jobs = 1
         self._log = threading.Lock()
+        self._stopping = threading.Event()  # after Ctrl-C and SIGTERM: nothing more is begun
         self._finished: dict[Row, threading.Event] = {}
         self._failed: dict[Row, str] = {}
         self._processes: set[subprocess.Popen] = set()
@@ -115,14 +116,14 @@ class Study:
         rows = [Row(name, seed) for seed in seeds for name in ordered]
         self._check(rows)
         make_folder(self._output)
-        with exclusive(self._output):
+        with exclusive(self._output), _stopped_by_sigterm():
             self._check_request()
             self._finished = {row: threading.Event() for row in rows}
             pool = ThreadPoolExecutor(jobs)
             try:
                 for future in [pool.submit(self._row, row) for row in rows]:
                     future.result()
-            except BaseException:  # Ctrl-C: trainings save and end
+            except BaseException:  # Ctrl-C or SIGTERM: trainings save and end
                 self._stop()
                 raise
             finally:
@@ -190,8 +191,10 @@ class Study:
                 return
             if self._load(row).init_from:
                 self._finished[row.base].wait()
+                self._raise_if_stopping()
                 if not self._path(row.base, ".json").exists():
                     raise InputError(f"{row.base.key} is not finished, which it is converted from")
+            self._raise_if_stopping()
             say(f"{row.key}: begun")
             write_json(self._path(row, ".json"), self._measure(row))
             self._write()
@@ -200,6 +203,8 @@ class Study:
             with self._log:
                 self._failed[row] = str(error)
             say(f"{row.key}: failed: {error}")
+        except Stopped:
+            pass  # the same command goes on with it
         finally:
             self._finished[row].set()
 
@@ -212,7 +217,8 @@ class Study:
                               f"--model={self._path(row.base, '') / 'model'}")  # fmt: skip
             result |= {"seconds": 0.0, "valid_perplexity": None}
         else:
-            _wait_until_free(self._path(row, ""))
+            _wait_until_free(self._path(row, ""), self._stopping)
+            self._raise_if_stopping()
             trained = self._command(row, "train", *self._train_flags(row, config))
             result |= {"steps": trained["steps"], "valid_perplexity": trained["valid_perplexity"]}
             result |= {"seconds": training_seconds(self._path(row, "") / "metrics.jsonl")}
@@ -240,19 +246,22 @@ class Study:
     def _command(self, row: Row, *arguments: str) -> dict[str, Any]:
         """Runs a command in a process of its own; returns its JSON. What it says goes to ROW.log."""
         with self._path(row, ".log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "t2r", *arguments],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=child_environment(self._jobs),
-            )
-            with self._log:
+            with self._log:  # so that _stop finds every process that was begun
+                self._raise_if_stopping()
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "t2r", *arguments],
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    env=child_environment(self._jobs),
+                )
                 self._processes.add(process)
             output, _ = process.communicate()
             with self._log:
                 self._processes.discard(process)
         if process.returncode:
+            self._stopping.wait(WAIT)  # Ctrl-C ends a terminal's processes all at once: this one may be the first
+            self._raise_if_stopping()
             lines = self._path(row, ".log").read_text("utf-8", "replace").strip().splitlines() or ["no message"]
             errors = [line for line in lines if line.startswith("error: ")]
             reason = (errors or lines)[-1].removeprefix("error: ")
@@ -261,11 +270,16 @@ class Study:
 
     def _stop(self) -> None:
         """Ends all processes; trainings save first."""
+        self._stopping.set()
         for finished in self._finished.values():
             finished.set()
         with self._log:
             for process in self._processes:
                 process.send_signal(signal.SIGTERM)
+
+    def _raise_if_stopping(self) -> None:
+        if self._stopping.is_set():
+            raise Stopped
 
     def _write(self) -> dict[str, Any]:
         """Writes study.json and study.md from the files of the rows that are finished."""
@@ -299,6 +313,27 @@ class Study:
             return row.name != row.variant, order.index(row.variant), row.seed
 
         return sorted(found, key=place)
+
+
+@contextlib.contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """In its body, the first SIGTERM raises Stopped, as Ctrl-C raises KeyboardInterrupt. Further ones are ignored."""
+    if threading.current_thread() is not threading.main_thread():  # Python allows signal handlers there only
+        yield
+        return
+
+    received = []
+
+    def stop(*_: Any) -> None:
+        received.append(True)
+        if len(received) == 1:
+            raise Stopped("stopped by SIGTERM, and all rows with it")
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def child_environment(jobs: int) -> dict[str, str]:
@@ -346,10 +381,10 @@ def _conversion_flags(config: ConfigDict) -> list[str]:
     return [f"--{name}={config.convert[name]}" for name in fields if config.convert[name]]
 
 
-def _wait_until_free(folder: Path) -> None:
-    """Waits for a training that was begun by a study that is no longer there."""
+def _wait_until_free(folder: Path, stopping: threading.Event) -> None:
+    """Waits for a training that was begun by a study that is no longer there, unless this one is stopped."""
     said = False
-    while True:
+    while not stopping.is_set():
         try:
             with exclusive(folder):
                 return
@@ -357,7 +392,7 @@ def _wait_until_free(folder: Path) -> None:
             if not said:
                 say(f"{folder}: another process is training it; waiting")
             said = True
-            time.sleep(WAIT)
+            stopping.wait(WAIT)
 
 
 def training_seconds(path: Path) -> float:

@@ -135,7 +135,7 @@ def test_a_training_that_outlived_its_study_is_waited_for(tmp_path, monkeypatch,
     thread = threading.Thread(target=train)
     thread.start()
     entered.wait()
-    study._wait_until_free(tmp_path)
+    study._wait_until_free(tmp_path, threading.Event())
     thread.join(timeout=0.05)
     assert not thread.is_alive() and capsys.readouterr().err.count("waiting") == 1
 
@@ -191,6 +191,41 @@ def test_bad_input_gets_one_clear_error(config, pairs_config, text_file, pairs_f
     status, printed = call("study", *given, *(flag.format(**files) for flag in flags))
     assert status == 2 and printed.startswith("error: ") and message in printed, printed
     assert "Traceback" not in printed and not list(tmp_path.glob("out/*"))
+
+
+CHILD = """#!/bin/bash
+# In place of `t2r train`: it begins, and after SIGTERM saves, slowly. Ctrl-C ends it at once, before the study.
+trap 'sleep 0.5; touch saved; exit 143' TERM
+trap 'exit 130' INT
+touch begun
+while true; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM])
+def test_a_study_that_is_stopped_ends_its_trainings_and_calls_them_no_failures(ended_by, config, text_file, tmp_path):
+    (tmp_path / "child").write_text(CHILD)
+    (tmp_path / "child").chmod(0o755)
+    flags = [f"--config={config}", f"--data=text:{text_file}", "--output=out", "--rows=transformer,t2r", "--jobs=2"]
+    program = (
+        f"import sys; sys.executable = './child'; from t2r.__main__ import main; sys.exit(main({['study', *flags]}))"
+    )
+    options = dict(cwd=tmp_path, env=environment() | {"PYTHONPATH": str(ROOT)}, start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, **options)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "begun").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    if ended_by == signal.SIGINT:
+        os.killpg(process.pid, ended_by)  # as a terminal does: to all processes
+    else:
+        process.send_signal(ended_by)
+        process.send_signal(ended_by)  # as `timeout` does: twice
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + ended_by, said
+    assert said.rstrip().endswith("run the same command to resume") and "failed" not in said and "t2r:" not in said
+    assert (tmp_path / "saved").exists() or ended_by == signal.SIGINT, "the study waits for its trainings"
+    assert not (tmp_path / "out" / "study.json").exists()
 
 
 @pytest.mark.slow
