@@ -92,20 +92,23 @@ def convert(
     window: int = 0,
     sinks: int = 0,
     keep: str | Sequence[int] = "none",
+    cross_keep: str | Sequence[int] | None = None,
     attention: str = "all",
     seed: int = 0,
 ) -> "LoadedModel":
     """The model with linear attention in place of softmax, in all layers but those kept. It must then be finetuned.
 
     `keep` is none, every_4th (from the top, the paper's T2R 75%), or layer numbers such as "0,4,8" or [0, 4, 8];
+    `cross_keep` is the same for cross attention in translation models (None: as `keep`);
     `features` is the size of φ (default: the map's own); with a `window`, causal attention stays exact for the last
     `window` and the first `sinks` tokens; `attention` is all, causal or cross, in translation models.
     """
     from t2r.conversion.directory import convert_model
 
     sizes = dict(features=features, cross_features=cross_features, window=window, sinks=sinks)
-    keep = keep if isinstance(keep, str) else ",".join(map(str, keep)) or "none"
-    return convert_model(_loaded(model), feature_map=feature_map, keep=keep, attention=attention, seed=seed, **sizes)
+    as_text = lambda kept: kept if isinstance(kept, str) else ",".join(map(str, kept)) or "none"  # noqa: E731
+    kept = dict(keep=as_text(keep), cross_keep=None if cross_keep is None else as_text(cross_keep))
+    return convert_model(_loaded(model), feature_map=feature_map, attention=attention, seed=seed, **kept, **sizes)
 
 
 def convert_and_finetune(source: str | Path, output: str | Path, **options: Any) -> dict[str, Any]:

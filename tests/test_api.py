@@ -31,6 +31,7 @@ def test_from_a_model_to_text(model, tmp_path):
         (lambda model: t2r.generate(model, "a", temperature=float("nan")), "temperature=nan must be"),
         (lambda model: t2r.translate(model, "a"), "language model"),
         (lambda model: t2r.convert(model, keep=[9]), "layers 0 to 3"),
+        (lambda model: t2r.convert(model, cross_keep=[1]), "a language model has no cross attention"),
         (lambda model: t2r.merge(model), "convert it first"),
         (lambda model: t2r.load("nowhere"), "does not exist"),
         (lambda model: t2r.load_config("no_such_config"), "no config file no_such_config"),
