@@ -35,6 +35,12 @@ _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of
 _WEIGHTS = flags.DEFINE_enum(
     "weights", "float32", ["float32", "int8"], "Type of the matrices; int8: 8 bits, rounded, fastest on CPUs."
 )
+_KERNELS = flags.DEFINE_enum(
+    "kernels",
+    "auto",
+    ["auto", "on", "off"],
+    "GPU kernels for decoding; auto: where they are faster; on: wherever one exists; off: never.",
+)
 
 
 def report_stream():
@@ -59,7 +65,7 @@ def main() -> dict[str, Any]:
         max_source=_MAX_SOURCE.value,
         truncate=_OVERLONG.value == "truncate",
     )
-    loaded = by_name.load(_MODEL.value, dtype=_DTYPE.value)
+    loaded = by_name.load(_MODEL.value, dtype=_DTYPE.value, kernels=_KERNELS.value)
     loaded = loaded._replace(model=for_decoding(loaded.model, _WEIGHTS.value))
     result = translate_file(loaded, _INPUT.value, _OUTPUT.value, options, n_best=_N_BEST.value, scores=_SCORES.value)
     print(table(["translated", ""], result.items()), file=report_stream())

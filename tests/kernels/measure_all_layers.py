@@ -99,7 +99,8 @@ def run_child(names: list[str]) -> None:
 
 
 def configs() -> dict:
-    from t2r.model.config import AttentionSpec
+    from t2r.benchmark.models import converted
+    from t2r.model.config import AttentionSpec, preset
 
     t2r, merged = AttentionSpec("linear", "t2r", 32), AttentionSpec("merged", "t2r", 32)
     window, softmax = AttentionSpec("windowed", "t2r", 32, window=32, sinks=4), AttentionSpec()
@@ -125,12 +126,14 @@ def configs() -> dict:
         "llama": dict(billion, attention=(t2r,)),
         "llama hybrid": dict(billion, attention=hybrid(16)),  # 2 of 16
         "paper": dict(paper, attention=(merged,)),
+        "mt": vars(converted(preset("paper_mt"), "t2r")),
+        "small mt": vars(converted(preset("paper_mt", layers=2, encoder_layers=1, vocab_size=512), "t2r")),
     }
 
 
 def cases() -> dict:
     checks = [("small", 5), ("small window", 16), ("small hybrid", 1), ("small hybrid", 16), ("small", 32)]
-    checks += [("small paper", 16), ("small int8", 16)]
+    checks += [("small paper", 16), ("small int8", 16), ("small mt", 15)]
     found = {f"check {name}, batch {batch}": lambda n=name, b=batch: check(n, b) for name, batch in checks}
     times = [("smol", 16, 512), ("llama", 16, 512), ("llama", 1, 512), ("smol", 1, 512), ("smol hybrid", 16, 4096)]
     times += [("smol int8", 16, 512), ("llama int8", 16, 512), ("llama int8", 1, 512)]
@@ -139,6 +142,8 @@ def cases() -> dict:
         found[f"time {name}, batch {batch}"] = lambda n=name, b=batch, t=length: measure(n, b, t)
         if (name, batch) in (("smol", 16), ("llama", 16), ("smol hybrid", 16)):
             found[f"clocks {name}, batch {batch}"] = lambda n=name, b=batch, t=length: clocks(n, b, t)
+    found["time mt, batch 15"] = lambda: measure("mt", 15, 512)
+    found["time mt by kernels of each layer, batch 15"] = lambda: measure("mt", 15, 512, kernels="layers")
     grids = [
         ("smol", dict(bulk_copies=False)),
         ("llama", dict(bulk_copies=False)),
@@ -163,13 +168,13 @@ def make(name: str):
     return for_decoding(model, "int8") if name.endswith(" int8") else model
 
 
-def packed_for(model, batch: int):
+def packed_for(model, batch: int, kernels: str = "all"):
     """The kernel's weights, even where another kernel would be chosen."""
     from flax import nnx
 
     from t2r.decode.generate import _pack
 
-    return _pack(*nnx.split(model), "all", batch)
+    return _pack(*nnx.split(model), kernels, batch)
 
 
 def check(name: str, batch: int) -> dict:
@@ -179,12 +184,19 @@ def check(name: str, batch: int) -> dict:
     import numpy as np
 
     from t2r.kernels.decoding.fused_model import FusedModel
+    from t2r.model.loss import source_states
 
     model = make(name)
     fast = FusedModel(model, packed_for(model, batch))
     tokens = jax.random.randint(jax.random.key(0), (batch, 48), 0, 512)
     mask = (jnp.arange(batch) != 1)[:, None]
-    _, state = jax.jit(lambda t: model(t, state=model.init_state(batch, 64)))(tokens[:, :45])
+
+    @jax.jit
+    def begin(tokens):
+        sources = source_states(model, tokens[: batch // 5, :20]) if model.config.encoder_layers else None  # 5 beams
+        return model(tokens, state=model.init_state(batch, 64, sources))
+
+    _, state = begin(tokens[:, :45])
     fast_step = jax.jit(lambda t, s: fast(t, state=s, mask=mask))
     plain_step = jax.jit(lambda t, s: model(t, state=s, mask=mask))
     errors, keep = [], np.asarray(mask[:, 0])
@@ -205,7 +217,7 @@ def relative(actual, wanted) -> float:
     return float(np.sqrt(np.mean((actual - wanted) ** 2)) / (np.sqrt(np.mean(wanted**2)) + 1e-9))
 
 
-def measure(name: str, batch: int, length: int, plain: bool = False) -> dict:
+def measure(name: str, batch: int, length: int, plain: bool = False, kernels: str = "all") -> dict:
     """µs of a whole greedy step, of its floor, and of the kernel alone."""
     from t2r.benchmark.floor import Machine, step_cost
     from t2r.benchmark.steps import Decoder
@@ -213,13 +225,14 @@ def measure(name: str, batch: int, length: int, plain: bool = False) -> dict:
     model = make(name)
     decoder = Decoder(model, repeat_for=0.5, plain=plain)
     if not plain:
-        decoder._packed = lambda batch: packed_for(model, batch)
+        decoder._packed = lambda batch: packed_for(model, batch, kernels)
     speed = decoder.steps(batch, length, 64)
-    floor = step_cost(model, batch, length).floor(Machine(4.47e12)) * 1e6
+    translates = bool(model.config.encoder_layers)
+    floor = step_cost(model, batch, length, length if translates else 0).floor(Machine(4.47e12)) * 1e6
     micros = speed.step_seconds * 1e6
     line = {"step_us": micros, "floor_us": floor, "of_floor": floor / micros, "spread": speed.spread}
     line["summary"] = f"{micros:7.1f} µs a step, {floor / micros:.1%} of the floor ({floor:.1f})"
-    if not plain:
+    if not plain and not translates:
         line["kernel_us"] = kernel_micros(model, batch, length)
         line["summary"] += f", kernel alone {line['kernel_us']:.1f}"
     return line

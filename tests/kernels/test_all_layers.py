@@ -12,9 +12,10 @@ from flax import nnx
 from t2r.kernels.decoding import all_layers, cuda, fused_model, support
 from t2r.kernels.support import Device
 from t2r.model.config import AttentionSpec
+from t2r.model.loss import source_states
 from t2r.model.parameters import abstract_model, arrays_of, with_arrays
 from t2r.model.rows import for_decoding
-from tests.conftest import error, make_model, micro, random_tokens
+from tests.conftest import error, make_model, micro, micro_mt, random_tokens
 from tests.kernels.emulation import emulate
 
 T2R = AttentionSpec("linear", "t2r", 16)
@@ -45,6 +46,13 @@ CASES = {  # fields of the model, batch, clusters, ranks
     "paper, 75%": (dict(PAPER, attention=(MERGED, SOFTMAX)), 4, 2, 2),
     "norms after": (dict(PAPER, norm_placement="after", attention=(MERGED, T2R), activation="gelu"), 4, 2, 2),
     "gated GELU": (dict(PAPER, gated=True, activation="gelu_exact", attention=(T2R,)), 4, 2, 2),
+    "few features": (dict(LLAMA, attention=(dataclasses.replace(T2R, features=4), WINDOWED)), 3, 2, 2),
+}  # fmt: skip
+TRANSLATION = dict(heads=2, head_dim=32, width=64, feedforward=128, layers=2, encoder_layers=1)
+CROSS_CASES = {  # fields of a translation model, sentences, beams, clusters, ranks
+    "paper": (dict(attention=(dataclasses.replace(MERGED, features=4),), cross_attention=(MERGED,)), 3, 1, 3, 4),
+    "beams, not merged": (dict(norm_placement="before", attention=(WINDOWED, T2R), cross_attention=(T2R,)), 2, 3, 2, 2),
+    "swish": (dict(activation="swish", attention=(SOFTMAX, MERGED), cross_attention=(T2R, MERGED)), 2, 1, 3, 2),
 }  # fmt: skip
 needs_nvrtc = pytest.mark.skipif(cuda.nvrtc() is None, reason="needs NVRTC (nvidia-cuda-nvrtc)")
 
@@ -80,6 +88,35 @@ def test_the_kernel_equals_the_models_step(case, bulk_copies, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("case", CROSS_CASES)
+def test_the_kernel_equals_the_step_of_translation(case, tmp_path):
+    """Of several translations of each source, one of which has ended."""
+    fields, sentences, beams, clusters, ranks = CROSS_CASES[case]
+    fields, batch = TRANSLATION | fields, sentences * beams
+    model = make_model(micro_mt(**fields))
+    half = with_arrays(make_model(micro_mt(**fields, dtype="bfloat16")), arrays_of(model))
+    tokens, sources = random_tokens(batch, 6, vocab=50), random_tokens(sentences, 5, 1, vocab=50)
+    encoded = source_states(model, sources)
+    _, state = half(tokens, state=half.init_state(batch, 9, encoded))
+    as_float = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, state)
+    active = (jnp.arange(batch) != 1)[:, None]
+    positions = state.position + active[:, 0] - 1
+    hidden, expected = model(tokens[:, :1], state=as_float, mask=active)
+    x = model.embed(tokens[:, :1], positions[:, None])[:, 0]
+    arguments = (model, x, state.layers, active[:, 0], positions, clusters, ranks)
+    out, states = run_emulated(tmp_path, *arguments, sources=encoded)
+    if model.config.norm_placement == "after":
+        out = model.blocks[-1].feedforward_norm(jnp.asarray(out))
+    if model.final_norm is not None:
+        out = model.final_norm(jnp.asarray(out))
+    rows = np.flatnonzero(active)
+    assert error(out[rows], hidden[rows, 0]) < 0.01
+    for actual, wanted in zip(states, expected.layers):
+        assert error(actual, wanted) < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("case", ["llama", "norms after"])
 def test_8_bit_weights(case, tmp_path):
     """The kernel with 8-bit weights is as near to the model as their rounding, and nearer to the rounded model."""
@@ -102,14 +139,15 @@ def test_8_bit_weights(case, tmp_path):
     assert error(kernel, plain) > 0  # it was not the same kernel
 
 
-def run_emulated(folder, model, x, states, keep, positions, clusters, ranks, bulk_copies=True):
+def run_emulated(folder, model, x, states, keep, positions, clusters, ranks, bulk_copies=True, sources=()):
     """The results of the kernel on an emulated GPU, where each warp's ring of weights is as small as it may be."""
     batch, grid = len(x), all_layers.Grid(clusters, ranks, slots=3, bulk_copies=bulk_copies)
-    macros = all_layers.definitions(model, batch, grid)
+    count = len(sources[0].z) if sources else None
+    macros = all_layers.definitions(model, batch, grid, source_count=count)
     layers = all_layers.pack(model, batch, grid)
-    arguments = all_layers.arguments(x, layers, states, keep, positions, model, grid)
+    arguments = all_layers.arguments(x, layers, states, keep, positions, model, grid, sources=sources)
     updated = emulate(folder, all_layers.source(*all_layers.PARTS), macros, *arguments, grid.blocks)
-    out, new_states, _ = all_layers.results(updated, x.shape, states)
+    out, new_states, _ = all_layers.results(updated, x.shape, states, all_layers.phases(model))
     return out, new_states
 
 
@@ -130,14 +168,36 @@ def test_a_llama_with_a_window_lowers_for_gpus():
     assert text.count("#stablehlo.output_operand_alias") == 1 + 5 + 4  # the stream, a window, a cache
 
 
+@pytest.mark.slow
+@needs_nvrtc
+def test_beams_of_a_translation_lower_for_gpus():
+    """Three beams of each source; only the states of causal attention are updated in place."""
+    fields = TRANSLATION | dict(attention=(MERGED,), cross_attention=(MERGED,), width=256, dtype="bfloat16")
+    graph, arrays = nnx.split(abstract_model(micro_mt(**fields)))
+
+    def step(arrays):
+        model = nnx.merge(graph, arrays)
+        fast = fused_model.FusedModel(model, fused_model.pack_model(model, "all", 6))
+        state = model.init_state(6, 8, source_states(model, jnp.zeros((2, 5), jnp.int32)))
+        return fast(jnp.zeros((6, 1), jnp.int32), state=state)
+
+    text = jax.jit(step).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("xla.gpu.ptx") == 1
+    assert text.count("#stablehlo.output_operand_alias") == 1 + 2 * 2  # the stream, and S and z of two layers
+
+
 def test_which_models_are_supported():
     for fields, *_ in CASES.values():
         assert not support.all_layers_problems(abstract_model(micro(**fields)))
+    for fields, *_ in CROSS_CASES.values():
+        assert not support.all_layers_problems(abstract_model(micro_mt(**TRANSLATION | fields)))
+    assert support.all_layers_problems(abstract_model(micro_mt(**TRANSLATION))) == ["cross attention is softmax"]
+    assert "not measured" in "".join(support.all_layers_slower(micro_mt(**TRANSLATION)))
     supported = dict(LLAMA, attention=(T2R,))
     for fields in (
         dict(norm_placement="both"), dict(parallel=True), dict(head_dim=24), dict(width=40),
         dict(query_norm=True, query_norm_heads=True), dict(attention=(AttentionSpec("linear", "elu"),)),
-        dict(attention=(T2R, AttentionSpec("linear", "t2r", 32))), dict(attention=(T2R, AttentionSpec(window=4))),
+        dict(attention=(AttentionSpec("linear", "t2r", 6),)), dict(attention=(T2R, AttentionSpec(window=4))),
         dict(attention=(WINDOWED, dataclasses.replace(WINDOWED, window=4))),
     ):  # fmt: skip
         assert support.all_layers_problems(abstract_model(micro(**{**supported, **fields}))), fields

@@ -8,6 +8,8 @@
 //   4. second product     each rank has some channels of the stream, to which all clusters add their results
 //   5. barrier of all blocks
 //
+// A layer with cross attention counts as two, of which the first has no feed-forward: then there are three such halves.
+//
 // In attention a cluster has a key/value head with its query heads (or several, one after the other; or none). In the
 // feed-forward it has a share of the units. So blocks of different clusters wait for each other only twice a layer.
 //
@@ -44,7 +46,7 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
         [&](int tile, int row, int output, float4 four) {
           if (!role.has(row)) return;
           const int index = (role.rank + tile * RANKS) * 16 + output, n = row / role.replicas;
-          if (layer.kind == MERGED && index < (QUERIES + 1) * FEATURES) {
+          if (is_merged(layer.kind) && index < (QUERIES + 1) * FEATURES) {
             four = make_float4(fmaxf(four.x, 0.f), fmaxf(four.y, 0.f), fmaxf(four.z, 0.f), fmaxf(four.w, 0.f));
           }
           for (int split = 0; split < role.splits; split++) {
@@ -53,10 +55,11 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
         });
     MARK(number, 3);
     const auto has = [&](int row) { return role.has(row); };
+    if (NORMS_AFTER && head == 0 && has_norm && role.qkv_tiles() == 0) norm_of_rows(fixed, x);
     if (head == 0) add_residual(shared, role, x, to, vectors.attention, has_norm, has);
     receive(&fixed.qkv_barrier, exchanges.qkv, rank_rows * role.qkv * 4);
     MARK(number, 4);
-    if (layer.kind != MERGED) prepare(fixed, role, layer, own);
+    if (!is_merged(layer.kind) && !is_cross(layer.kind)) prepare(fixed, role, layer, own);
     if (HAS_SOFTMAX && layer.kind == SOFTMAX) {
       softmax_attention(shared, role, layer, number, head, exchanges.parts);
     } else {
@@ -75,7 +78,7 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
     MARK(number, 5);
     send_attended(shared, role);
     const bool moves_state = threadIdx.x == MOVER && layer.kind != SOFTMAX;
-    if (moves_state) store_state(shared, layer, role, head);
+    if (moves_state && !is_cross(layer.kind)) store_state(shared, layer, role, head);
     receive(&fixed.attended_barrier, exchanges.attended, role.rows() * ATTENDED * 2);
     MARK(number, 6);
     operand_product(shared, weights, role, ATTENDED, vectors.attention.scale, to, has);
@@ -150,6 +153,10 @@ void initialise(Shared& shared, const float* keep, const float* angles, const in
     fixed.capacity = *capacity;
   }
   for (int i = threadIdx.x; i < ROWS; i += THREADS) fixed.keep[i] = i < BATCH ? keep[i] : 0;
+  if (PADDED) {  // features that no state has are multiplied by zero: they must be numbers
+    for (int i = threadIdx.x; i < RANK_ROWS * S_SIZE; i += THREADS) fixed.S[0][i] = 0;
+    for (int i = threadIdx.x; i < RANK_ROWS * FEATURES; i += THREADS) fixed.z[0][i] = 0;
+  }
   for (int i = threadIdx.x; i < LAYERS * BATCH; i += THREADS) {
     const Layer& layer = fixed.layers[i / BATCH];
     const bool counts = layer.kind == WINDOWED || layer.kind == SOFTMAX;
@@ -188,21 +195,22 @@ KERNEL(RANKS, THREADS) decode_step(PARAMETERS) {
   }
   Weights weights(shared);
   Exchanges exchanges;
-  for (int layer = 0; layer < LAYERS; layer++) {
-    const int phase = 2 * layer;
+  for (int layer = 0, phase = 0; layer < LAYERS; layer++) {
     if (threadIdx.x == MOVER) load_vectors(shared, layer + 1);
     wait_for_loads(&fixed.vector_barrier[layer % 2], layer / 2 % 2);
     MARK(layer, 0);
     zero_share(stream_buffer(work, phase + 2));
     attention(shared, weights, stream_buffer(work, phase), stream_buffer(work, phase + 1), layer, exchanges);
     MARK(layer, 7);
-    sync_blocks(work, phase);
+    sync_blocks(work, phase++);
     MARK(layer, 8);
-    zero_share(stream_buffer(work, phase + 3));
-    feed_forward(shared, weights, stream_buffer(work, phase + 1), stream_buffer(work, phase + 2), layer, exchanges);
-    MARK(layer, 13);
-    sync_blocks(work, phase + 1);
-    MARK(layer, 14);
+    if (Role(fixed.layers[layer].kind).has_units) {
+      zero_share(stream_buffer(work, phase + 2));
+      feed_forward(shared, weights, stream_buffer(work, phase), stream_buffer(work, phase + 1), layer, exchanges);
+      MARK(layer, 13);
+      sync_blocks(work, phase++);
+      MARK(layer, 14);
+    }
     weights.end_layer(layer);
   }
   count_tokens(fixed);

@@ -1,10 +1,11 @@
-"""All layers of a language model's decoding step as one kernel (CUDA, compute capability 9.0), for many architectures.
+"""All layers of a decoding step as one kernel (CUDA, compute capability 9.0), for many architectures.
 
 The kernel is `all_layers.cu`, which says how it works. It is compiled for the architecture at hand: this module writes
 the sizes as macros, packs the weights in the order in which each thread block reads them, and launches it.
 
 It computes pre- or post-norm layers (layer or RMS norms), plain or gated feed-forwards, with or without biases, rotary
 positions, query norms, grouped heads, and in each layer merged or plain T2R attention, T2R with a window, or softmax.
+In translation models, cross attention is merged or plain T2R attention, over states of the sources that exist.
 
 Thread blocks add their results in the order in which they finish, so the last bits of activations may differ from run
 to run; with kernels="off" they do not.
@@ -25,7 +26,7 @@ from t2r.console import say
 from t2r.integers import quantise
 from t2r.kernels.decoding import cuda
 from t2r.kernels.decoding.matrices import Matrix, fold_norm, matrix_of
-from t2r.kernels.decoding.support import ALL_LAYERS_CLUSTERS, RANKS, SHARED_MEMORY, in_8_bits
+from t2r.kernels.decoding.support import ALL_LAYERS_CLUSTERS, RANKS, SHARED_MEMORY, cross_attention, in_8_bits
 
 WARPS = 8  # of a block
 THREADS = 32 * WARPS
@@ -60,6 +61,35 @@ class PackedLayers(NamedTuple):
     vectors: tuple[Array, ...]  # (blocks, size) float32
 
 
+class Layer(NamedTuple):
+    """What the kernel calls a layer: attention and, but for causal attention before cross attention, a feed-forward.
+
+    The norms are of what the attention and the feed-forward read; None: there is none.
+    """
+
+    kind: str  # of the attention, as in `enum Kind`
+    attention: Any
+    attention_norm: Any
+    feedforward: Any
+    feedforward_norm: Any
+
+
+def kernel_layers(model: Any) -> list[Layer]:
+    """The layers of a model. One with cross attention is two."""
+    layers, stream_norm = [], None
+    for block in model.blocks:
+        cross, feedforward = cross_attention(block), block.feedforward
+        norms = [block.attention_norm, *([] if cross is None else [block.cross_norm]), block.feedforward_norm]
+        if block.norm_placement == "after":  # then what the first attention reads has the norm of the layer before
+            norms, stream_norm = [stream_norm, *norms[:-1]], norms[-1]
+        if cross is None:
+            layers.append(Layer(block.attention.kind, block.attention, norms[0], feedforward, norms[1]))
+        else:
+            layers.append(Layer(block.attention.kind, block.attention, norms[0], None, None))
+            layers.append(Layer(f"cross_{cross.kind}", cross, norms[1], feedforward, norms[2]))
+    return layers
+
+
 class Sizes(NamedTuple):
     """The architecture, as the kernel sees it."""
 
@@ -67,7 +97,7 @@ class Sizes(NamedTuple):
     kv_heads: int
     queries: int  # query heads for each key/value head
     head_dim: int
-    features: int
+    features: int  # the most of all layers, padded to whole tiles
     gated: bool
     units: int  # of the feed-forward, padded to whole tiles for each rank of a cluster
     kinds: tuple[str, ...]  # of each layer's attention
@@ -77,19 +107,18 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, model: Any, batch: int, grid: Grid) -> "Sizes":
-        config = model.config
-        attentions = [block.attention for block in model.blocks]
-        features = {features_of(attention) for attention in attentions} - {0}
+        config, layers = model.config, kernel_layers(model)
+        features = max(1, *(features_of(layer.attention) for layer in layers))
         rank_units = grid.ranks * (8 if config.gated else TILE)
         return cls(
             config.width,
             config.kv_heads,
             config.heads // config.kv_heads,
             config.head_dim,
-            features.pop() if features else TILE,
+            -(-features // TILE) * TILE,
             config.gated,
             -(-config.feedforward // rank_units) * rank_units,
-            tuple(attention.kind for attention in attentions),
+            tuple(layer.kind for layer in layers),
             grid,
             -(-batch // 16),
             in_8_bits(model),
@@ -107,14 +136,25 @@ class Sizes(NamedTuple):
 
     def qkv(self, kind: str) -> int:
         """Outputs of the projections for each key/value head."""
-        if kind == "merged":
-            return (self.queries + 1) * self.features + self.head_dim
-        return (self.queries + 2) * self.head_dim
+        sizes = {
+            "merged": (self.queries + 1) * self.features + self.head_dim,
+            "cross_merged": self.queries * self.features,
+            "cross_linear": self.queries * self.head_dim,
+        }
+        return sizes.get(kind, (self.queries + 2) * self.head_dim)
 
     @property
     def qkv_most(self) -> int:
         """Outputs of the projections in the layers that have most."""
         return max(map(self.qkv, self.kinds))
+
+    @property
+    def translates(self) -> bool:
+        return any(kind.startswith("cross") for kind in self.kinds)
+
+    def has_units(self, kind: str) -> bool:
+        """Whether a layer has a feed-forward."""
+        return kind.startswith("cross") or not self.translates
 
     @property
     def up_tiles(self) -> list[int]:
@@ -183,37 +223,54 @@ class RoundedMatrix(NamedTuple):
 
 
 class LayerMatrices(NamedTuple):
-    qkv: RoundedMatrix  # for each key/value head: its queries, key and value
+    qkv: RoundedMatrix  # for each key/value head: its queries, key and value; of cross attention, only queries
     out: RoundedMatrix
-    up: RoundedMatrix  # with gates, tiles of 8 units: two gates, two units, and so on
-    down: RoundedMatrix
+    up: RoundedMatrix | None  # with gates, tiles of 8 units: two gates, two units, and so on
+    down: RoundedMatrix | None
 
 
 def pack(model: Any, batch: int, grid: Grid = Grid()) -> PackedLayers:
     """A copy of all layers' weights for batches of this size."""
     sizes = Sizes.of(model, batch, grid)
-    tiles, vectors, stream_norm = [], [], None
-    for block in model.blocks:
-        kind = block.attention.kind
-        matrices = layer_matrices(block, sizes, stream_norm)
-        cut = jnp.concatenate([cut_into_tiles(matrix.weights) for matrix in matrices])
+    tiles, vectors, norms_after = [], [], model.config.norm_placement == "after"
+    for layer in kernel_layers(model):
+        matrices = layer_matrices(layer, sizes)
+        cut = jnp.concatenate([cut_into_tiles(matrix.weights) for matrix in matrices if matrix is not None])
         cut = jnp.pad(cut, [(0, 1), (0, 0)])  # the last tile is zero: padding
-        order = tile_order(sizes, kind)
+        order = tile_order(sizes, layer.kind)
         tiles.append(cut[order].reshape(len(order), -1, CHUNK_TILES * TILE * TILE))
-        vectors.append(pack_vectors(block, matrices, sizes, stream_norm))
-        stream_norm = block.feedforward_norm
+        vectors.append(pack_vectors(layer, matrices, sizes, norms_after))
     return PackedLayers(tuple(tiles), tuple(vectors))
 
 
-def layer_matrices(block: Any, sizes: Sizes, stream_norm: Any) -> LayerMatrices:
-    """A layer's matrices, with norms folded in; `stream_norm` is the norm after the layer before, where norms are."""
-    attention, feedforward, width = block.attention, block.feedforward, sizes.width
-    norms = block.attention_norm, block.feedforward_norm
-    if block.norm_placement == "after":
-        norms = stream_norm, block.attention_norm
-    parts = [matrix_of(linear, width) for linear in (attention.query, attention.key, attention.value)]
-    by_head = [Matrix(*(x.reshape(sizes.kv_heads, -1, *x.shape[1:]) for x in part)) for part in parts]
-    qkv = Matrix(*(jnp.concatenate(arrays, 1).reshape(-1, *arrays[0].shape[2:]) for arrays in zip(*by_head)))
+def layer_matrices(layer: Layer, sizes: Sizes) -> LayerMatrices:
+    """A layer's matrices, with norms folded in."""
+    qkv = fold_norm(layer.attention_norm, projections(layer, sizes))
+    out, up, down = matrix_of(layer.attention.out, -1, sizes.width), None, None
+    if layer.feedforward is not None:
+        up, down = feedforward_matrices(layer.feedforward, sizes)
+        up = fold_norm(layer.feedforward_norm, up)
+    rounded = (None if x is None else RoundedMatrix.of(x, sizes.int8) for x in (qkv, out, up, down))
+    return LayerMatrices(*rounded)
+
+
+def projections(layer: Layer, sizes: Sizes) -> Matrix:
+    """Of each key/value head its queries, key and value, or φ of them; φ is padded to `sizes.features`."""
+    attention, is_cross = layer.attention, layer.kind.startswith("cross")
+    linears = [attention.query] if is_cross else [attention.query, attention.key, attention.value]
+    parts = []
+    for linear in linears:
+        part = Matrix(*(x.reshape(*linear.kernel.shape[1:], *x.shape[1:]) for x in matrix_of(linear, sizes.width)))
+        if layer.kind.endswith("merged") and linear is not getattr(attention, "value", None):
+            extra = sizes.features - part.bias.shape[1]
+            part = Matrix(*(jnp.pad(x, [(0, 0), (0, extra), *[(0, 0)] * (x.ndim - 2)]) for x in part))
+        parts.append(Matrix(*(x.reshape(sizes.kv_heads, -1, *x.shape[2:]) for x in part)))
+    return Matrix(*(jnp.concatenate(arrays, 1).reshape(-1, *arrays[0].shape[2:]) for arrays in zip(*parts)))
+
+
+def feedforward_matrices(feedforward: Any, sizes: Sizes) -> tuple[Matrix, Matrix]:
+    """Up, with gates beside their units, and down; padded to `sizes.units`."""
+    width = sizes.width
     extra = sizes.units - feedforward.down.kernel.shape[0]
     pad = lambda x: jnp.pad(x, [(0, extra), *[(0, 0)] * (x.ndim - 1)])  # noqa: E731
     up = Matrix(*map(pad, matrix_of(feedforward.up, width)))
@@ -222,9 +279,7 @@ def layer_matrices(block: Any, sizes: Sizes, stream_norm: Any) -> LayerMatrices:
         pairs = lambda x: x.reshape(-1, 2, *x.shape[1:])  # noqa: E731
         up = Matrix(*(jnp.stack([pairs(g), pairs(u)], 1).reshape(-1, *u.shape[1:]) for g, u in zip(gate, up)))
     down = matrix_of(feedforward.down, -1, width)
-    down = down._replace(weights=pad(down.weights.T).T)
-    matrices = fold_norm(norms[0], qkv), matrix_of(attention.out, -1, width), fold_norm(norms[1], up), down
-    return LayerMatrices(*(RoundedMatrix.of(matrix, sizes.int8) for matrix in matrices))
+    return up, down._replace(weights=pad(down.weights.T).T)
 
 
 def cut_into_tiles(weights: Num[Array, "n k"]) -> Num[Array, "tiles size"]:
@@ -264,6 +319,9 @@ def warp_tiles(sizes: Sizes, kind: str, cluster: int, rank: int, warp: int) -> I
         yield from passes((head * qkv_tiles + own) * steps, own_steps, size)
         rows = first_out + stream * (sizes.kv_heads * head_steps)
         yield from passes(rows, head * head_steps + np.arange(head_steps), sizes.operand_pass)
+    if not sizes.has_units(kind):
+        yield np.zeros(0, int)  # it may have none
+        return
     count = sizes.up_tiles[cluster]
     before = sum(sizes.up_tiles[:cluster]) * sizes.grid.ranks  # tiles of the clusters before
     own = before + rank * count + np.arange(count)
@@ -279,26 +337,29 @@ def passes(rows: Int[np.ndarray, "n"], steps: Int[np.ndarray, "k"], size: int) -
         yield (rows[first : first + size] + steps[:, None]).reshape(-1)
 
 
-def pack_vectors(block: Any, matrices: LayerMatrices, sizes: Sizes, stream_norm: Any) -> Float[Array, "blocks size"]:
+def pack_vectors(layer: Layer, matrices: LayerMatrices, sizes: Sizes, norms_after: bool) -> Float[Array, "blocks size"]:
     """The struct `Vectors` of all_layers.cu for each block."""
-    sources = vector_sources(block, matrices, sizes, stream_norm)
+    sources = vector_sources(layer, matrices, sizes)
     lengths = tuple((name, len(vector)) for name, vector in sources.items())
-    order = vector_order(sizes, block.attention.kind, lengths, block.norm_placement == "after")
+    order = vector_order(sizes, layer.kind, lengths, norms_after)
     return jnp.concatenate([vector.astype(jnp.float32) for vector in sources.values()])[order]
 
 
-def vector_sources(block: Any, matrices: LayerMatrices, sizes: Sizes, stream_norm: Any) -> dict[str, Array]:
+def vector_sources(layer: Layer, matrices: LayerMatrices, sizes: Sizes) -> dict[str, Array]:
     """The vectors of a layer, whole."""
-    heads = [head_vectors(block.attention, sizes, head) for head in range(sizes.kv_heads)]
+    heads = [head_vectors(layer.attention, sizes, head) for head in range(sizes.kv_heads)]
     sources = dict(zero=jnp.zeros(1), heads=jnp.concatenate(heads))
     for name in ("qkv", "up"):
         matrix = getattr(matrices, name)
-        sources |= {f"{name}_sums": matrix.sums, f"{name}_bias": matrix.bias, f"{name}_scale": matrix.scale}
-    for name, norm in (("out", stream_norm), ("down", block.attention_norm)):
+        if matrix is not None:
+            sources |= {f"{name}_sums": matrix.sums, f"{name}_bias": matrix.bias, f"{name}_scale": matrix.scale}
+    for name, norm in (("out", layer.attention_norm), ("down", layer.feedforward_norm)):
+        matrix = getattr(matrices, name)
+        if matrix is None:
+            continue
         scale, bias = jnp.ones(sizes.width), jnp.zeros(sizes.width)
         if norm is not None:
             scale, bias = norm.scale[...], bias if getattr(norm, "bias", None) is None else norm.bias[...]
-        matrix = getattr(matrices, name)
         sources |= {f"{name}_bias": matrix.bias, f"{name}_scale": matrix.scale}
         sources |= {f"{name}_norm": scale, f"{name}_norm_bias": bias}
     return sources
@@ -318,7 +379,7 @@ def vector_order(
         return np.zeros(count, int)  # the source of zeros is first
 
     def of_tiles(name: str, tiles: np.ndarray, most: int) -> np.ndarray:
-        own = starts[name] + (tiles[:, None] * TILE + np.arange(TILE)).reshape(-1)
+        own = starts.get(name, 0) + (tiles[:, None] * TILE + np.arange(TILE)).reshape(-1)
         return np.concatenate([own, padding((most - len(tiles)) * TILE)])
 
     def scale_of(name: str, tiles: np.ndarray, most: int) -> list[np.ndarray]:
@@ -344,9 +405,10 @@ def vector_order(
                 parts.append(starts["heads"] + head * head_size + np.arange(head_size))
             parts.append(padding((sizes.most_heads - len(heads)) * (outputs_size + head_size)))
             own = before + rank * count + np.arange(count)
-            parts += of_outputs("up", own, max(sizes.up_tiles))
-            stream = sizes.dealt(stream_tiles, rank)
+            parts += of_outputs("up", own if sizes.has_units(kind) else np.arange(0), max(sizes.up_tiles))
             for name in ("out", "down"):
+                absent = name == "down" and not sizes.has_units(kind)
+                stream = np.arange(0) if absent else sizes.dealt(stream_tiles, rank)
                 parts += [of_tiles(f"{name}_bias", stream, most_stream), *scale_of(name, stream, most_stream)]
                 for vector in (f"{name}_norm", f"{name}_norm_bias"):
                     parts += [of_tiles(vector, stream, most_stream)] * norms_after + [padding(4)]
@@ -357,13 +419,15 @@ def vector_order(
 def head_vectors(attention: Any, sizes: Sizes, head: int) -> Float[Array, "n"]:
     """The rest of the struct `HeadVectors`: φ, the scales of query norms, and the mixture of a window."""
     dim, features, queries = sizes.head_dim, sizes.features, sizes.queries
+    extra = features - features_of(attention)  # φ is padded by features that are always zero
     pairs, map_bias = jnp.zeros(dim // 2 * features), jnp.zeros(features)
     scales = [jnp.ones(dim), jnp.ones(dim)]
     mixture = [jnp.zeros(queries * dim), jnp.zeros(-(-queries // 4) * 4)]
     if attention.kind in ("linear", "windowed"):
         weight = attention.feature_map.weight[...][head].astype(jnp.bfloat16)  # (features, dim)
+        weight = jnp.pad(weight, [(0, extra), (0, 0)])
         pairs = jax.lax.bitcast_convert_type(weight.reshape(features, dim // 2, 2), jnp.float32).T.reshape(-1)
-        map_bias = attention.feature_map.bias[...][head]
+        map_bias = jnp.pad(attention.feature_map.bias[...][head], (0, extra))
     if attention.kind != "merged" and attention.shape.norm_eps is not None:
         scales = [norm.scale[...] for norm in (attention.query_norm, attention.key_norm)]
     if attention.kind == "windowed":
@@ -384,14 +448,17 @@ def run(
     model: Any,
     grid: Grid = Grid(),
     *,
+    sources: tuple[Any, ...] = (),
     clocks: bool = False,
 ) -> tuple[Float[Array, "b width"], tuple[Any, ...], Array | None]:
     """The residual stream after all layers, and the new states; those of sequences not to `keep` do not change.
 
-    With `clocks` also the times of each block in each layer, at the points MARK of all_layers.cu.
+    `sources` are the states of cross attention; consecutive sequences may share a source. With `clocks` also the times
+    of each block in each layer, at the points MARK of all_layers.cu.
     """
-    kernel = compile_for(definitions(model, len(x), grid, clocks=clocks))
-    inputs, updated = arguments(x, layers, states, keep, positions, model, grid, clocks=clocks)
+    source_count = len(sources[0].z) if sources else None
+    kernel = compile_for(definitions(model, len(x), grid, source_count=source_count, clocks=clocks))
+    inputs, updated = arguments(x, layers, states, keep, positions, model, grid, sources=sources, clocks=clocks)
     call = jax.ffi.ffi_call(
         "__gpu$xla.gpu.ptx",
         [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in updated],
@@ -400,7 +467,12 @@ def run(
     size = dict(grid_x=grid.blocks, grid_y=1, grid_z=1, block_x=THREADS, block_y=1, block_z=1)
     launch = {name: np.int32(value) for name, value in dict(size, shared_mem_bytes=grid.memory).items()}
     outputs = call(*inputs, *updated, name="decode_step", kernel_type="ptx", kernel_data=kernel, **launch)
-    return results(outputs, x.shape, states, clocks=clocks)
+    return results(outputs, x.shape, states, phases(model), clocks=clocks)
+
+
+def phases(model: Any) -> int:
+    """How many times the residual stream is added to: once for each attention and feed-forward."""
+    return sum(1 + (layer.feedforward is not None) for layer in kernel_layers(model))
 
 
 UPDATED = {  # the arrays of each kind of state that the kernel updates in place, and their types
@@ -408,6 +480,8 @@ UPDATED = {  # the arrays of each kind of state that the kernel updates in place
     "linear": {"S": "float*", "z": "float*"},
     "windowed": {"S": "float*", "z": "float*", "k": "u32*", "v": "u32*", "count": "int*"},
     "softmax": {"k": "u32*", "v": "u32*", "index": "int*", "valid": "unsigned char*"},
+    "cross_merged": {},
+    "cross_linear": {},
 }
 
 
@@ -425,6 +499,7 @@ def arguments(
     model: Any,
     grid: Grid,
     *,
+    sources: tuple[Any, ...] = (),
     clocks: bool = False,
 ) -> tuple[list, list]:
     """The arrays that the kernel reads, and those that it updates in place: its work space, and the states.
@@ -438,21 +513,28 @@ def arguments(
     work = jnp.pad(stream, (0, 2 * rows * width + COUNTER_STRIDE * grid.ranks))
     inputs = [*layers.tiles, *layers.vectors, keep.astype(jnp.float32), rotary_angles(model, positions)]
     inputs.append(jnp.array([max([state.valid.shape[1] for state in states if "valid" in state._fields], default=0)]))
+    for source in sources:
+        inputs += [source.S, source.z]
     updated = [work]
     if clocks:
-        updated.append(jnp.zeros(grid.blocks * len(states) * CLOCK_POINTS, jnp.uint32))
+        updated.append(jnp.zeros(grid.blocks * len(layers.tiles) * CLOCK_POINTS, jnp.uint32))
     for state in states:
         updated += [getattr(state, name) for name in UPDATED[state_kind(state)]]
     return inputs, updated
 
 
 def results(
-    updated: Sequence[Array | np.ndarray], shape: tuple[int, ...], states: tuple[Any, ...], *, clocks: bool = False
+    updated: Sequence[Array | np.ndarray],
+    shape: tuple[int, ...],
+    states: tuple[Any, ...],
+    phases: int,
+    *,
+    clocks: bool = False,
 ) -> tuple[Array | np.ndarray, tuple[Any, ...], Array | None]:
     """The residual stream, of this shape, the new states, and the times, from the arrays that the kernel updates."""
     work, *arrays = updated
     (batch, width), rows = shape, -(-shape[0] // 16) * 16
-    first = 2 * len(states) % 3 * rows * width
+    first = phases % 3 * rows * width
     stream = work[first : first + rows * width].reshape(width // TILE, rows, TILE)
     stream = stream.transpose(1, 0, 2).reshape(rows, width)[:batch]
     times = arrays.pop(0) if clocks else None
@@ -483,35 +565,44 @@ def rotary_angles(model: Any, positions: Int[Array, "b"]) -> Float[Array, "table
     return jnp.stack(tables) if tables else jnp.zeros((1, len(positions), 2, 1))
 
 
-def definitions(model: Any, batch: int, grid: Grid = Grid(), *, clocks: bool = False) -> dict[str, Any]:
-    """The macros that all_layers.cu is compiled with.
+def definitions(
+    model: Any, batch: int, grid: Grid = Grid(), *, source_count: int | None = None, clocks: bool = False
+) -> dict[str, Any]:
+    """The macros that all_layers.cu is compiled with; `source_count` sources are shared by all sequences (None: each
+    has its own).
 
     Updated arrays are parameters twice, as XLA passes inputs and outputs; as they are aliased, both are the same.
     """
     config, sizes = model.config, Sizes.of(model, batch, grid)
-    attentions, tables = [block.attention for block in model.blocks], rotaries(model)
+    layers, tables = kernel_layers(model), rotaries(model)
+    attentions = [layer.attention for layer in layers]
     windows = {(attention.window, attention.sinks) for attention in attentions if attention.kind == "windowed"}
     window, sinks = windows.pop() if windows else (1, 0)
     normalizers = {attention.normalizer for attention in attentions if attention.kind in ("linear", "merged")}
     clamps, value = normalizers.pop() if normalizers else (True, 1.0)
-    inputs = [f"const Fragment* weights{i}" for i in range(config.layers)]
-    inputs += [f"const Vectors* vectors{i}" for i in range(config.layers)]
+    inputs = [f"const Fragment* weights{i}" for i in range(len(layers))]
+    inputs += [f"const Vectors* vectors{i}" for i in range(len(layers))]
     inputs += ["const float* keep", "const float* angles", "const int* capacity"]
     updated, pointers = ["float* {}work"] + ["u32* {}clocks"] * clocks, []
-    for layer, attention in enumerate(attentions):
-        names = UPDATED[attention.kind]
-        updated += [f"{kind} {{}}{name}{layer}" for name, kind in names.items()]
-        own = {name: f"{name}{layer}" for name in names}
+    for number, (kind, attention, *_) in enumerate(layers):
+        names = UPDATED[kind]
+        updated += [f"{type} {{}}{name}{number}" for name, type in names.items()]
+        own = {name: f"{name}{number}" for name in names}
+        if kind.startswith("cross"):
+            inputs += [f"const float* {name}{number}" for name in ("S", "z")]
+            own = {name: f"(float*){name}{number}" for name in ("S", "z")}
         arrays = [own.get(name, own.get("index", "0") if name == "count" else "0") for name in STATE_FIELDS]
         table = -1 if attention.shape.rotary is None else tables.index(attention.shape.rotary)
-        room = tile_order(sizes, attention.kind).shape[1] // CHUNK_TILES
-        fields = [attention.kind.upper(), table, f"weights{layer}", room, f"vectors{layer}", *arrays]
+        room = tile_order(sizes, kind).shape[1] // CHUNK_TILES
+        fields = [kind.upper(), table, features_of(attention), f"weights{number}", room, f"vectors{number}", *arrays]
         pointers.append(f"{{{', '.join(map(str, fields))}}}")
     parameters = inputs + [text.format("input_") for text in updated] + [text.format("") for text in updated]
     rotated = {2 * len(rotary.frequencies(config.head_dim)) for rotary in tables}
     macros = dict(
-        LAYERS=config.layers,
+        LAYERS=len(layers),
         BATCH=batch,
+        SHARING=batch // (source_count or batch),
+        TRANSLATES=int(sizes.translates),
         WIDTH=config.width,
         KV_HEADS=sizes.kv_heads,
         QUERIES=sizes.queries,
@@ -534,8 +625,9 @@ def definitions(model: Any, batch: int, grid: Grid = Grid(), *, clocks: bool = F
         QUERY_SCALE=f"{config.head_dim**-0.5:.9e}f",
         NORMALIZER_CLAMPS=int(clamps),
         NORMALIZER_VALUE=f"{value:e}f",
-        HAS_MERGED=int("merged" in sizes.kinds),
-        HAS_PLAIN=int(set(sizes.kinds) != {"merged"}),
+        MOST_QKV=sizes.qkv_most,
+        HAS_MERGED=int(any(kind.endswith("merged") for kind in sizes.kinds)),
+        PADDED=int(any(features_of(attention) not in (0, sizes.features) for attention in attentions)),
         HAS_WINDOW=int("windowed" in sizes.kinds),
         HAS_SOFTMAX=int("softmax" in sizes.kinds),
         WINDOW_SLOTS=window + sinks,

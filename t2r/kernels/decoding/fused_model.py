@@ -94,7 +94,8 @@ class FusedModel:
 
     def _by_all_layers(self, x: Array, state: Any, mask: Array) -> tuple[Array, tuple[Any, ...]]:
         positions = state.position + mask[:, 0] - 1
-        out, layer_states, _ = all_layers.run(x, self._packed.layers, state.layers, mask[:, 0], positions, self._model)
+        arguments = (x, self._packed.layers, state.layers, mask[:, 0], positions, self._model)
+        out, layer_states, _ = all_layers.run(*arguments, sources=state.source or ())
         out = self._model.blocks[-1].feedforward_norm(out) if self._norms_after else out
         return out.astype(x.dtype), layer_states
 

@@ -2,14 +2,17 @@
 
 // State: S and z, and the slots of a window, of this rank's sequences. One thread loads them ahead, and stores S and z.
 
-struct StatePart {
-  u32 S = S_SIZE * 4, z = FEATURES * 4, window = HAS_WINDOW ? WINDOW_SLOTS * SLOT_WORDS * 4 : 0;  // bytes
+struct StatePart {  // bytes
+  const u32 z, S = z * HEAD_DIM, window = HAS_WINDOW ? WINDOW_SLOTS * SLOT_WORDS * 4 : 0;
+
+  StatePart(const Layer& layer) : z((PADDED ? layer.features : FEATURES) * 4) {}
 };
 
 template <typename Use>
-void for_each_state(const Role& role, int head, Use use) {  // use(place, index of the sequence's head)
+void for_each_state(const Role& role, int head, int kind, Use use) {  // use(place, index of the sequence's head)
+  const int sharing = is_cross(kind) ? SHARING : 1;                   // sequences with the same source
   for (int place = 0; place < RANK_ROWS; place++) {
-    if (role.row(place) < BATCH) use(place, role.row(place) * KV_HEADS + head);
+    if (role.row(place) < BATCH) use(place, role.row(place) / sharing * KV_HEADS + head);
   }
 }
 
@@ -19,15 +22,15 @@ void load_state(Shared& shared, int layer, int i) {
     const Layer& own = shared.fixed.layers[layer];
     const Role role(own.kind);
     if (own.kind == SOFTMAX || i >= role.heads) continue;
-    const StatePart part;
+    const StatePart part(own);
     const u32 slots = own.kind == WINDOWED ? part.window : 0;
     u32 bytes = 0;
-    for_each_state(role, 0, [&](int, int) { bytes += part.S + part.z + 2 * slots; });
+    for_each_state(role, 0, own.kind, [&](int, int) { bytes += part.S + part.z + 2 * slots; });
     u64* barrier = &shared.fixed.state_barrier;
     expect_bytes(barrier, bytes);
-    for_each_state(role, role.head + i * CLUSTERS, [&](int place, int index) {
-      load_async(shared.fixed.S[place], own.S + (u64)index * S_SIZE, part.S, barrier);
-      load_async(shared.fixed.z[place], own.z + (u64)index * FEATURES, part.z, barrier);
+    for_each_state(role, role.head + i * CLUSTERS, own.kind, [&](int place, int index) {
+      load_async(shared.fixed.S[place], own.S + (u64)index * (part.S / 4), part.S, barrier);
+      load_async(shared.fixed.z[place], own.z + (u64)index * (part.z / 4), part.z, barrier);
       if (slots) {
         load_async(shared.fixed.window[place][0], own.k + (u64)index * (slots / 4), slots, barrier);
         load_async(shared.fixed.window[place][1], own.v + (u64)index * (slots / 4), slots, barrier);
@@ -38,10 +41,10 @@ void load_state(Shared& shared, int layer, int i) {
 }
 
 void store_state(Shared& shared, const Layer& layer, const Role& role, int head) {
-  const StatePart part;
-  for_each_state(role, head, [&](int place, int index) {
-    store_async(layer.S + (u64)index * S_SIZE, shared.fixed.S[place], part.S);
-    store_async(layer.z + (u64)index * FEATURES, shared.fixed.new_z[place], part.z);
+  const StatePart part(layer);
+  for_each_state(role, head, layer.kind, [&](int place, int index) {
+    store_async(layer.S + (u64)index * (part.S / 4), shared.fixed.S[place], part.S);
+    store_async(layer.z + (u64)index * (part.z / 4), shared.fixed.new_z[place], part.z);
   });
   commit_stores();
 }
@@ -95,14 +98,19 @@ int slot_of(int position) {  // of a window: sinks have their own, later keys ta
 }
 
 // φ of all queries, and of the key that enters S and z: the new one, or the one that leaves the window, if one does.
+// Cross attention has no key.
 void map_features(Fixed& fixed, const Role& role, int layer, int kind, const HeadVectors& vectors) {
   for (int item = threadIdx.x; item < RANK_ROWS * (QUERIES + 1) * FEATURES; item += THREADS) {
     const int place = item / ((QUERIES + 1) * FEATURES), head = item / FEATURES % (QUERIES + 1), f = item % FEATURES;
     const int row = role.row(place);
     if (row >= BATCH) continue;
-    const float* x = fixed.qkv[place] + head * (kind == MERGED ? FEATURES : HEAD_DIM);
+    const float* x = fixed.qkv[place] + head * (is_merged(kind) ? FEATURES : HEAD_DIM);
     float result = 0;
-    if (HAS_MERGED && kind == MERGED) {
+    if (is_cross(kind) && head == QUERIES) {
+      fixed.features[place][head][f] = 0;
+      continue;
+    }
+    if (is_merged(kind)) {
       result = x[f];
     } else if (HAS_WINDOW && kind == WINDOWED && head == QUERIES) {
       const u32* old = fixed.window[place][0] + slot_of(fixed.count[layer][row]) * SLOT_WORDS;
@@ -121,7 +129,7 @@ void map_features(Fixed& fixed, const Role& role, int layer, int kind, const Hea
       }
       result = (even + odd) * (head < QUERIES ? QUERY_SCALE : 1);
     }
-    if (kind != MERGED) result = fmaxf(result + vectors.map_bias[f], 0.f);
+    if (!is_merged(kind)) result = fmaxf(result + vectors.map_bias[f], 0.f);
     const bool enters = kind == WINDOWED ? leaves(fixed, layer, row) : fixed.keep[row] > 0;
     fixed.features[place][head][f] = head < QUERIES || enters ? result : 0;
   }
@@ -146,9 +154,9 @@ void stage(Fixed& fixed, int place, int query, int d, float4 four) {
 void linear_step(Fixed& fixed, const Role& role, int kind) {
   for_each_by_warp(role, HEAD_DIM / 16, [&](int place, int slab) {
     const int column = slab * 16 + lane() % 4 * 4;
-    const int before_value = (QUERIES + 1) * (kind == MERGED ? FEATURES : HEAD_DIM);
+    const int before_value = (QUERIES + 1) * (is_merged(kind) ? FEATURES : HEAD_DIM);
     const float* value = kind == WINDOWED ? fixed.leaving[place] : fixed.qkv[place] + before_value;
-    const float4 v = four_at(value + column);
+    const float4 v = is_cross(kind) ? make_float4(0, 0, 0, 0) : four_at(value + column);
     float4 numerator[QUERIES] = {};
     float denominator[QUERIES] = {};
 #pragma unroll

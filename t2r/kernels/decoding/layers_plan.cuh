@@ -2,7 +2,8 @@
 //
 // all_layers.py defines the macros: the sizes in capitals that are not defined here.
 
-enum Kind { MERGED, LINEAR, WINDOWED, SOFTMAX };             // of a layer's attention
+// Of a layer's attention. Merged: φ is part of the matrices. Cross attention, to a source, is last.
+enum Kind { MERGED, LINEAR, WINDOWED, SOFTMAX, CROSS_MERGED, CROSS_LINEAR };
 enum Activation { RELU, GELU, GELU_EXACT, SWISH };
 
 constexpr int GROUPS = (BATCH + 15) / 16, ROWS = 16 * GROUPS;  // tensor cores multiply 16 sequences (rows) at once
@@ -26,8 +27,6 @@ constexpr int UNIT_TILE = GATED ? 8 : 16;                        // units of a t
 constexpr int UNIT_ROWS = FEEDFORWARD / (UNIT_TILE * RANKS);     // tiles for each rank, of all clusters together
 constexpr int MOST_UP_TILES = (UNIT_ROWS + CLUSTERS - 1) / CLUSTERS;
 constexpr int MOST_STREAM_TILES = share(STREAM_TILES, 0, RANKS);
-constexpr int MERGED_QKV = (QUERIES + 1) * FEATURES + HEAD_DIM, PLAIN_QKV = (QUERIES + 2) * HEAD_DIM;
-constexpr int MOST_QKV = HAS_PLAIN ? PLAIN_QKV : MERGED_QKV;
 constexpr int MOST_QKV_TILES = share(MOST_QKV / 16, 0, RANKS);
 constexpr int MOST_HEADS = share(KV_HEADS, 0, CLUSTERS);         // of a cluster
 constexpr int ATTENDED = QUERIES * HEAD_DIM;                     // outputs of a head's queries
@@ -37,8 +36,6 @@ constexpr int OPERAND = ATTENDED > MOST_UNITS ? ATTENDED : MOST_UNITS;
 static_assert(WIDTH % 16 == 0 && HEAD_DIM % 16 == 0 && FEATURES % 16 == 0, "unsupported sizes");
 static_assert(FEEDFORWARD % (UNIT_TILE * RANKS) == 0 && RANKS * UNIT_TILE % 16 == 0, "unsupported sizes");
 static_assert(RANKS <= 32, "unsupported sizes");
-static_assert(!HAS_PLAIN || !HAS_MERGED || MERGED_QKV <= PLAIN_QKV, "unsupported sizes");
-static_assert(!NORMS_AFTER || (HAS_MERGED ? MERGED_QKV : PLAIN_QKV) / 16 >= RANKS, "each rank computes the norm");
 
 // Softmax layers read a cache that grows. Where clusters are left over, several REPLICAS have the same head and share
 // the sequences; and where ranks are left over, SPLITS of them share a sequence, each with a part of the cache.
@@ -47,14 +44,22 @@ constexpr int REPLICA_ROWS = share(BATCH, 0, REPLICAS);
 constexpr int SPLITS = HAS_SOFTMAX && RANKS > REPLICA_ROWS ? RANKS / REPLICA_ROWS : 1;
 constexpr int RANK_ROWS = share(BATCH, 0, RANKS);                // sequences of a rank, at most
 
+constexpr bool is_merged(int kind) { return HAS_MERGED && (kind == MERGED || kind == CROSS_MERGED); }
+constexpr bool is_cross(int kind) { return TRANSLATES && kind >= CROSS_MERGED; }
+// Outputs of a head's projections: queries, key and value, or φ of them; of cross attention, only queries.
+constexpr int qkv_size(int kind) {
+  return (QUERIES + !is_cross(kind)) * (is_merged(kind) ? FEATURES : HEAD_DIM) + (is_cross(kind) ? 0 : HEAD_DIM);
+}
+
 // What a block computes in a layer.
 struct Role {
   int cluster = blockIdx.x / RANKS, rank = blockIdx.x % RANKS;
   int head = cluster, heads = share(KV_HEADS, cluster, CLUSTERS);  // the first, and how many
   int replica = 0, replicas = 1, splits = 1;
   int qkv;                                                         // outputs of a head's projections
+  bool has_units;                                                  // a feed-forward; in translation, after a source
 
-  Role(int kind) : qkv(HAS_MERGED && kind == MERGED ? MERGED_QKV : PLAIN_QKV) {
+  Role(int kind) : qkv(qkv_size(kind)), has_units(!TRANSLATES || is_cross(kind)) {
     if (!HAS_SOFTMAX || kind != SOFTMAX) return;
     if (REPLICAS > 1) {
       head = cluster % KV_HEADS, heads = cluster < KV_HEADS * REPLICAS;
@@ -64,7 +69,9 @@ struct Role {
   }
 
   int qkv_tiles() const { return share(qkv / 16, rank, RANKS); }
-  int up_tiles() const { return UNIT_ROWS / CLUSTERS + (cluster >= CLUSTERS - UNIT_ROWS % CLUSTERS); }
+  int up_tiles() const {
+    return has_units ? UNIT_ROWS / CLUSTERS + (cluster >= CLUSTERS - UNIT_ROWS % CLUSTERS) : 0;
+  }
   int stream_tiles() const { return share(STREAM_TILES, rank, RANKS); }
   int units() const { return up_tiles() * RANKS * UNIT_TILE; }
   int tiles(int warp) const {  // that a warp reads in the whole layer
@@ -114,6 +121,7 @@ struct alignas(16) Vectors {
 
 struct Layer {
   int kind, rotary;  // which table of angles; -1: none
+  int features;      // of its state; those beyond are always zero
   const Fragment* weights;
   int chunks;  // that a warp's weights have room for
   const Vectors* vectors;

@@ -198,6 +198,24 @@ void operand_product(Shared& shared, Weights& weights, const Role& role, int inp
   }
 }
 
+// Mean and 1 / deviation of each row, for a rank that has no outputs of the first product.
+void norm_of_rows(Fixed& fixed, const float* x) {
+  for (int row = threadIdx.x / 32; row < BATCH; row += WARPS) {
+    float sum = 0, squares = 0;
+    for (int channel = threadIdx.x % 32 * 4; channel < WIDTH; channel += 128) {
+      const float4 four = load_global(x + stream_index(row, channel));
+      sum += (four.x + four.y) + (four.z + four.w);
+      squares += (four.x * four.x + four.y * four.y) + (four.z * four.z + four.w * four.w);
+    }
+    sum = sum_over_lanes(sum, 1, 16), squares = sum_over_lanes(squares, 1, 16);
+    const float mean = RMS_NORM ? 0 : sum / WIDTH;
+    if (threadIdx.x % 32 == 0) {
+      fixed.norm[row] = make_float2(mean, rsqrtf(fmaxf(squares / WIDTH - mean * mean, 0.f) + NORM_EPS));
+    }
+  }
+  sync();
+}
+
 // Adds x, with norms after its norm, and the branch's bias: what the sum over all clusters has once.
 template <typename Has>
 void add_residual(Shared& shared, const Role& role, const float* x, float* to, const Residual& residual, bool has_norm,

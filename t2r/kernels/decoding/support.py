@@ -91,24 +91,23 @@ def suits_one_kernel(model: Any) -> bool:
 def all_layers_problems(model: Any) -> list[str]:
     """Why the kernel of all layers for many architectures cannot compute this model's layers; [] if it can."""
     config, attentions, specs = model.config, [block.attention for block in model.blocks], model.config.attention
-    recurrent = [spec for spec in specs if spec.kind != "softmax"]
-    features = {spec.features for spec in recurrent}
+    recurrent = [spec for spec in (*specs, *config.cross_attention) if spec.kind != "softmax"]
     windows = {(spec.window, spec.sinks) for spec in recurrent if spec.kind == "windowed"}
     rotated = {len(a.shape.rotary.frequencies(config.head_dim)) for a in attentions if a.shape.rotary is not None}
-    sizes = {"width": config.width, "head_dim": config.head_dim, **{f"features={size}": size for size in features}}
     problems = {
-        "it has an encoder": config.encoder_layers,
+        "cross attention is softmax": any(spec.kind == "softmax" for spec in config.cross_attention),
         f"norm_placement={config.norm_placement!r}": config.norm_placement not in ("before", "after"),
         "its branches are parallel": config.parallel,
         "its query norms are over all heads": config.query_norm and config.query_norm_heads,
         "a feature map is not T2R's": any(spec.feature_map != "t2r" for spec in recurrent),
         "softmax layers have a window": any(spec.window for spec in specs if spec.kind == "softmax"),
-        "layers have different feature sizes": len(features) > 1,
         "layers have different windows": len(windows) > 1,
         "layers have rotary positions of different sizes": len(rotated) > 1,
         "head_dim is above 256": config.head_dim > 256,
         f"it has more than {ONE_KERNEL_LAYERS} layers": config.layers > ONE_KERNEL_LAYERS,
-        **{f"{name} is not a multiple of 16": size % 16 for name, size in sizes.items()},
+        "width is not a multiple of 16": config.width % 16,
+        "head_dim is not a multiple of 16": config.head_dim % 16,
+        "a feature size is not a multiple of 4": any((spec.features or 0) % 4 for spec in recurrent),
     }
     return [problem for problem, holds in problems.items() if holds]
 
@@ -123,6 +122,8 @@ def all_layers_slower(config: Any) -> list[str]:
         problems.append(f"a layer has more than {FASTER_LAYER_BYTES >> 20} MiB of weights")
     if softmax > FASTER_SOFTMAX_SHARE * config.layers:
         problems.append("more than a quarter of its layers is softmax")
+    if config.encoder_layers:
+        problems.append("it translates, for which the kernel was not measured")
     return [f"{problem}, with which XLA may be faster (kernels=on: a kernel all the same)" for problem in problems]
 
 
