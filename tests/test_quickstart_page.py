@@ -6,6 +6,9 @@ import re
 import pytest
 
 from t2r.benchmark.steps import DecodeSpeed
+from t2r.errors import InputError
+from t2r.files import write_json
+from t2r.quickstart import run
 from t2r.quickstart.page import Report, write_report
 from tests.workflow.test_workflow import look_at
 
@@ -65,6 +68,16 @@ def test_the_page_says_what_was_converted_what_it_cost_and_what_it_brought(tmp_p
     assert "T2R with a window, 24 steps 4.22 3.33" in text and "swapped, not finetuned 44.44 41.00" in text
     assert [text.count(f"Once upon a time This was told by {name}. <The end>") for name in STORIES] == [1] * 4
     assert "t2r convert --model=path/to/your/model" in text and "--model=runs/quickstart/window" in text
+
+
+def test_a_folder_with_other_options_is_refused(tmp_path):
+    configs, others = ({name: run.load(path, None, steps) for name, path in run.CONFIGS.items()} for steps in (4, 5))
+    for name in configs:
+        (tmp_path / name).mkdir()
+    write_json(tmp_path / "converted.json", {"request": run.request_of(configs), "scores": {}, "stories": {}})
+    assert run.read_converted(tmp_path, configs) == ({}, {})
+    with pytest.raises(InputError, match="has a quickstart with other options: add --workdir=FOLDER, or remove"):
+        run.read_converted(tmp_path, others)
 
 
 def test_the_page_says_on_which_data_of_ones_own(tmp_path):

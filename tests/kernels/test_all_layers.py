@@ -70,11 +70,11 @@ def test_the_kernel_equals_the_models_step(case, bulk_copies, tmp_path):
     half = with_arrays(make_model(micro(**fields, dtype="bfloat16")), arrays_of(model))
     tokens = random_tokens(batch, length)
     mask = jnp.arange(length) >= (jnp.arange(batch) % 4)[:, None]
-    _, state = half(tokens, state=half.init_state(batch, length + 5), mask=mask)
+    _, state = compiled(half)(tokens, half.init_state(batch, length + 5), mask)
     as_float = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, state)
     active = (jnp.arange(batch) != 1)[:, None]
     positions = state.position + active[:, 0] - 1
-    hidden, expected = model(tokens[:, :1], state=as_float, mask=active)
+    hidden, expected = compiled(model)(tokens[:, :1], as_float, active)
     x = model.embed(tokens[:, :1], positions[:, None])[:, 0]
     out, states = run_emulated(tmp_path, model, x, state.layers, active[:, 0], positions, clusters, ranks, bulk_copies)
     if model.config.norm_placement == "after":
@@ -96,12 +96,12 @@ def test_the_kernel_equals_the_step_of_translation(case, tmp_path):
     model = make_model(micro_mt(**fields))
     half = with_arrays(make_model(micro_mt(**fields, dtype="bfloat16")), arrays_of(model))
     tokens, sources = random_tokens(batch, 6, vocab=50), random_tokens(sentences, 5, 1, vocab=50)
-    encoded = source_states(model, sources)
-    _, state = half(tokens, state=half.init_state(batch, 9, encoded))
+    encoded = jax.jit(lambda sources: source_states(model, sources))(sources)
+    _, state = compiled(half)(tokens, half.init_state(batch, 9, encoded), jnp.ones(tokens.shape, bool))
     as_float = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, state)
     active = (jnp.arange(batch) != 1)[:, None]
     positions = state.position + active[:, 0] - 1
-    hidden, expected = model(tokens[:, :1], state=as_float, mask=active)
+    hidden, expected = compiled(model)(tokens[:, :1], as_float, active)
     x = model.embed(tokens[:, :1], positions[:, None])[:, 0]
     arguments = (model, x, state.layers, active[:, 0], positions, clusters, ranks)
     out, states = run_emulated(tmp_path, *arguments, sources=encoded)
@@ -124,9 +124,9 @@ def test_8_bit_weights(case, tmp_path):
     model = make_model(micro(**fields))
     rounded = for_decoding(model, "int8")
     tokens = random_tokens(batch, 7)
-    _, state = model(tokens, state=model.init_state(batch, 12))
     active = jnp.ones((batch, 1), bool)
-    exact, _ = model(tokens[:, :1], state=state, mask=active)
+    _, state = compiled(model)(tokens, model.init_state(batch, 12), jnp.ones(tokens.shape, bool))
+    exact, _ = compiled(model)(tokens[:, :1], state, active)
     x = model.embed(tokens[:, :1], state.position[:, None])[:, 0]
     arguments = (x, state.layers, active[:, 0], state.position, clusters, ranks)
     kernel, _ = run_emulated(tmp_path, rounded, *arguments)
@@ -137,6 +137,11 @@ def test_8_bit_weights(case, tmp_path):
     plain, _ = run_emulated(tmp_path / "plain", model, *arguments)
     assert all_layers.pack(rounded, batch, all_layers.Grid(clusters, ranks)).tiles[0].dtype == jnp.int8
     assert error(kernel, plain) > 0  # it was not the same kernel
+
+
+def compiled(model):
+    """The model as one program, which is compiled faster than its operations one by one."""
+    return jax.jit(lambda tokens, state, mask: model(tokens, state=state, mask=mask))
 
 
 def run_emulated(folder, model, x, states, keep, positions, clusters, ranks, bulk_copies=True, sources=()):
