@@ -60,7 +60,7 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
     receive(&fixed.qkv_barrier, exchanges.qkv, rank_rows * role.qkv * 4);
     MARK(number, 4);
     if (!is_merged(layer.kind) && !is_cross(layer.kind)) prepare(fixed, role, layer, own);
-    if (HAS_SOFTMAX && layer.kind == SOFTMAX) {
+    if (is_softmax(layer.kind)) {
       softmax_attention(shared, role, layer, number, head, exchanges.parts);
     } else {
       wait_for_loads(&fixed.state_barrier, exchanges.states++ % 2);
@@ -77,7 +77,7 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
     }
     MARK(number, 5);
     send_attended(shared, role);
-    const bool moves_state = threadIdx.x == MOVER && layer.kind != SOFTMAX;
+    const bool moves_state = threadIdx.x == MOVER && !is_softmax(layer.kind);
     if (moves_state && !is_cross(layer.kind)) store_state(shared, layer, role, head);
     receive(&fixed.attended_barrier, exchanges.attended, role.rows() * ATTENDED * 2);
     MARK(number, 6);
@@ -150,7 +150,7 @@ void initialise(Shared& shared, const float* keep, const float* angles, const in
     for (u64* barrier = fixed.vector_barrier; barrier <= &fixed.hidden_barrier; barrier++) init_barrier(barrier, 1);
     fence_barrier_init();
     expect_bytes(&fixed.parts_barrier, PARTS_BYTES);
-    fixed.capacity = *capacity;
+    for (int i = 0; i < 2; i++) fixed.capacity[i] = capacity[i];
   }
   for (int i = threadIdx.x; i < ROWS; i += THREADS) fixed.keep[i] = i < BATCH ? keep[i] : 0;
   if (PADDED) {  // features that no state has are multiplied by zero: they must be numbers
@@ -160,7 +160,8 @@ void initialise(Shared& shared, const float* keep, const float* angles, const in
   for (int i = threadIdx.x; i < LAYERS * BATCH; i += THREADS) {
     const Layer& layer = fixed.layers[i / BATCH];
     const bool counts = layer.kind == WINDOWED || layer.kind == SOFTMAX;
-    fixed.count[i / BATCH][i % BATCH] = counts ? layer.count[layer.kind == WINDOWED ? i % BATCH : 0] : 0;
+    const int all = is_cross(layer.kind) ? capacity[1] : 0;  // of a source; padding is not valid
+    fixed.count[i / BATCH][i % BATCH] = counts ? layer.count[layer.kind == WINDOWED ? i % BATCH : 0] : all;
   }
   for (int i = threadIdx.x; i < LAYERS * WARPS; i += THREADS) {
     fixed.tiles[i / WARPS][i % WARPS] = Role(fixed.layers[i / WARPS].kind).tiles(i % WARPS);

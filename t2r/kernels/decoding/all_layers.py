@@ -5,7 +5,7 @@ the sizes as macros, packs the weights in the order in which each thread block r
 
 It computes pre- or post-norm layers (layer or RMS norms), plain or gated feed-forwards, with or without biases, rotary
 positions, query norms, grouped heads, and in each layer merged or plain T2R attention, T2R with a window, or softmax.
-In translation models, cross attention is merged or plain T2R attention, over states of the sources that exist.
+In translation models, cross attention is T2R, merged or not, or softmax, over states of the sources that exist.
 
 Thread blocks add their results in the order in which they finish, so the last bits of activations may differ from run
 to run; with kernels="off" they do not.
@@ -140,6 +140,7 @@ class Sizes(NamedTuple):
             "merged": (self.queries + 1) * self.features + self.head_dim,
             "cross_merged": self.queries * self.features,
             "cross_linear": self.queries * self.head_dim,
+            "cross_softmax": self.queries * self.head_dim,
         }
         return sizes.get(kind, (self.queries + 2) * self.head_dim)
 
@@ -166,7 +167,7 @@ class Sizes(NamedTuple):
         """The key/value heads of a cluster. Softmax layers share a head among clusters that would have none."""
         clusters = self.grid.clusters
         replicas = clusters // self.kv_heads
-        if kind == "softmax" and replicas > 1:
+        if kind.endswith("softmax") and replicas > 1:
             return [cluster % self.kv_heads] if cluster < replicas * self.kv_heads else []
         return list(range(cluster, self.kv_heads, clusters))
 
@@ -456,7 +457,7 @@ def run(
     `sources` are the states of cross attention; consecutive sequences may share a source. With `clocks` also the times
     of each block in each layer, at the points MARK of all_layers.cu.
     """
-    source_count = len(sources[0].z) if sources else None
+    source_count = len(sources[0][0]) if sources else None
     kernel = compile_for(definitions(model, len(x), grid, source_count=source_count, clocks=clocks))
     inputs, updated = arguments(x, layers, states, keep, positions, model, grid, sources=sources, clocks=clocks)
     call = jax.ffi.ffi_call(
@@ -482,6 +483,12 @@ UPDATED = {  # the arrays of each kind of state that the kernel updates in place
     "softmax": {"k": "u32*", "v": "u32*", "index": "int*", "valid": "unsigned char*"},
     "cross_merged": {},
     "cross_linear": {},
+    "cross_softmax": {},
+}
+READ = {  # the arrays of each kind of state of a source, and their types
+    "cross_merged": {"S": "float*", "z": "float*"},
+    "cross_linear": {"S": "float*", "z": "float*"},
+    "cross_softmax": {"k": "u32*", "v": "u32*", "valid": "unsigned char*"},
 }
 
 
@@ -512,15 +519,20 @@ def arguments(
     stream = stream.reshape(rows, width // TILE, TILE).transpose(1, 0, 2).reshape(-1)
     work = jnp.pad(stream, (0, 2 * rows * width + COUNTER_STRIDE * grid.ranks))
     inputs = [*layers.tiles, *layers.vectors, keep.astype(jnp.float32), rotary_angles(model, positions)]
-    inputs.append(jnp.array([max([state.valid.shape[1] for state in states if "valid" in state._fields], default=0)]))
+    inputs.append(jnp.array([capacity_of(states), capacity_of(sources)]))
     for source in sources:
-        inputs += [source.S, source.z]
+        inputs += [getattr(source, name) for name in READ[f"cross_{state_kind(source)}"]]
     updated = [work]
     if clocks:
         updated.append(jnp.zeros(grid.blocks * len(layers.tiles) * CLOCK_POINTS, jnp.uint32))
     for state in states:
         updated += [getattr(state, name) for name in UPDATED[state_kind(state)]]
     return inputs, updated
+
+
+def capacity_of(states: tuple[Any, ...]) -> int:
+    """The tokens that caches have space for; 0 if there are no caches."""
+    return max([state.valid.shape[1] for state in states if "valid" in state._fields], default=0)
 
 
 def results(
@@ -588,9 +600,9 @@ def definitions(
         names = UPDATED[kind]
         updated += [f"{type} {{}}{name}{number}" for name, type in names.items()]
         own = {name: f"{name}{number}" for name in names}
-        if kind.startswith("cross"):
-            inputs += [f"const float* {name}{number}" for name in ("S", "z")]
-            own = {name: f"(float*){name}{number}" for name in ("S", "z")}
+        if kind in READ:
+            inputs += [f"const {type} {name}{number}" for name, type in READ[kind].items()]
+            own = {name: f"({type}){name}{number}" for name, type in READ[kind].items()}
         arrays = [own.get(name, own.get("index", "0") if name == "count" else "0") for name in STATE_FIELDS]
         table = -1 if attention.shape.rotary is None else tables.index(attention.shape.rotary)
         room = tile_order(sizes, kind).shape[1] // CHUNK_TILES
@@ -629,7 +641,7 @@ def definitions(
         HAS_MERGED=int(any(kind.endswith("merged") for kind in sizes.kinds)),
         PADDED=int(any(features_of(attention) not in (0, sizes.features) for attention in attentions)),
         HAS_WINDOW=int("windowed" in sizes.kinds),
-        HAS_SOFTMAX=int("softmax" in sizes.kinds),
+        HAS_SOFTMAX=int(any(kind.endswith("softmax") for kind in sizes.kinds)),
         WINDOW_SLOTS=window + sinks,
         SINKS=sinks,
         MOST_MIXTURE=f"{MOST_MIXTURE:e}f",

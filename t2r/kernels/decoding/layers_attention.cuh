@@ -10,9 +10,8 @@ struct StatePart {  // bytes
 
 template <typename Use>
 void for_each_state(const Role& role, int head, int kind, Use use) {  // use(place, index of the sequence's head)
-  const int sharing = is_cross(kind) ? SHARING : 1;                   // sequences with the same source
   for (int place = 0; place < RANK_ROWS; place++) {
-    if (role.row(place) < BATCH) use(place, role.row(place) / sharing * KV_HEADS + head);
+    if (role.row(place) < BATCH) use(place, role.row(place) / sharing(kind) * KV_HEADS + head);
   }
 }
 
@@ -21,7 +20,7 @@ void load_state(Shared& shared, int layer, int i) {
   for (; layer < LAYERS; layer++, i = 0) {
     const Layer& own = shared.fixed.layers[layer];
     const Role role(own.kind);
-    if (own.kind == SOFTMAX || i >= role.heads) continue;
+    if (is_softmax(own.kind) || i >= role.heads) continue;
     const StatePart part(own);
     const u32 slots = own.kind == WINDOWED ? part.window : 0;
     u32 bytes = 0;
@@ -335,10 +334,11 @@ void attend_to_new_token(RunningSoftmax& softmax, const float* const (&q)[HALVES
 
 void attend_to_cache(Fixed& fixed, const Role& role, const Layer& layer, int number, int head, int place, int first) {
   constexpr int KEY_WORDS = HEAD_DIM / 8, VALUE_WORDS = HEAD_DIM / 16, TILES = POSITIONS / 8;
-  const int row = role.row(place), count = fixed.count[number][0], sequence = row * KV_HEADS + head;
-  const u32* keys = layer.k + (u64)sequence * fixed.capacity * SLOT_WORDS + quarter() * KEY_WORDS;
-  const u32* values = layer.v + (u64)sequence * fixed.capacity * SLOT_WORDS + group() * VALUE_WORDS;
-  const unsigned char* valid = layer.valid + (u64)row * fixed.capacity;
+  const int row = role.row(place), count = fixed.count[number][0], capacity = fixed.capacity[is_cross(layer.kind)];
+  const int own = row / sharing(layer.kind), sequence = own * KV_HEADS + head;
+  const u32* keys = layer.k + (u64)sequence * capacity * SLOT_WORDS + quarter() * KEY_WORDS;
+  const u32* values = layer.v + (u64)sequence * capacity * SLOT_WORDS + group() * VALUE_WORDS;
+  const unsigned char* valid = layer.valid + (u64)own * capacity;
   const float* q[HALVES];  // this thread's quarter; rows that are nothing are the last query once more
   for (int half = 0; half < HALVES; half++) {
     const int query = first + group() + 8 * half;
@@ -352,7 +352,7 @@ void attend_to_cache(Fixed& fixed, const Role& role, const Layer& layer, int num
     queries[i] = make_uint4(low.x, high.x, low.y, high.y);
   }
   RunningSoftmax softmax;
-  if (role.split() == 0 && warp() == 0 && fixed.keep[row] > 0) {
+  if (role.split() == 0 && warp() == 0 && fixed.keep[row] > 0 && !is_cross(layer.kind)) {
     const float* new_key = fixed.qkv[place] + QUERIES * HEAD_DIM;
     attend_to_new_token(softmax, q, new_key, new_key + HEAD_DIM);
   }
@@ -473,14 +473,14 @@ void softmax_attention(Shared& shared, const Role& role, const Layer& layer, int
         stage(fixed, place, r, d, merge(fixed.parts[0][r], SPLITS, QUERIES * PART, d, false));
       }
     }
-    if (role.owns(place)) {  // the new key and value, and whether the token is real
-      const int count = fixed.count[number][0];
+    if (role.owns(place) && !is_cross(layer.kind)) {  // the new key and value, and whether the token is real
+      const int count = fixed.count[number][0], capacity = fixed.capacity[0];
       for (int item = threadIdx.x; item < 2 * SLOT_WORDS; item += THREADS) {
         const float* x = fixed.qkv[place] + (QUERIES + item / SLOT_WORDS) * HEAD_DIM + item % SLOT_WORDS * 2;
-        u32* to = (item < SLOT_WORDS ? layer.k : layer.v) + (u64)(row * KV_HEADS + head) * fixed.capacity * SLOT_WORDS;
+        u32* to = (item < SLOT_WORDS ? layer.k : layer.v) + (u64)(row * KV_HEADS + head) * capacity * SLOT_WORDS;
         to[(u64)count * SLOT_WORDS + item % SLOT_WORDS] = to_bfloats(x[0], x[1]);
       }
-      if (head == 0 && threadIdx.x == 0) layer.valid[(u64)row * fixed.capacity + count] = fixed.keep[row] > 0;
+      if (head == 0 && threadIdx.x == 0) layer.valid[(u64)row * capacity + count] = fixed.keep[row] > 0;
     }
   }
   sync();

@@ -3,7 +3,7 @@
 // all_layers.py defines the macros: the sizes in capitals that are not defined here.
 
 // Of a layer's attention. Merged: φ is part of the matrices. Cross attention, to a source, is last.
-enum Kind { MERGED, LINEAR, WINDOWED, SOFTMAX, CROSS_MERGED, CROSS_LINEAR };
+enum Kind { MERGED, LINEAR, WINDOWED, SOFTMAX, CROSS_MERGED, CROSS_LINEAR, CROSS_SOFTMAX };
 enum Activation { RELU, GELU, GELU_EXACT, SWISH };
 
 constexpr int GROUPS = (BATCH + 15) / 16, ROWS = 16 * GROUPS;  // tensor cores multiply 16 sequences (rows) at once
@@ -44,8 +44,10 @@ constexpr int REPLICA_ROWS = share(BATCH, 0, REPLICAS);
 constexpr int SPLITS = HAS_SOFTMAX && RANKS > REPLICA_ROWS ? RANKS / REPLICA_ROWS : 1;
 constexpr int RANK_ROWS = share(BATCH, 0, RANKS);                // sequences of a rank, at most
 
-constexpr bool is_merged(int kind) { return HAS_MERGED && (kind == MERGED || kind == CROSS_MERGED); }
 constexpr bool is_cross(int kind) { return TRANSLATES && kind >= CROSS_MERGED; }
+constexpr bool is_merged(int kind) { return HAS_MERGED && (kind == MERGED || (TRANSLATES && kind == CROSS_MERGED)); }
+constexpr bool is_softmax(int kind) { return HAS_SOFTMAX && (kind == SOFTMAX || (TRANSLATES && kind == CROSS_SOFTMAX)); }
+constexpr int sharing(int kind) { return is_cross(kind) ? SHARING : 1; }  // sequences with the same source
 // Outputs of a head's projections: queries, key and value, or φ of them; of cross attention, only queries.
 constexpr int qkv_size(int kind) {
   return (QUERIES + !is_cross(kind)) * (is_merged(kind) ? FEATURES : HEAD_DIM) + (is_cross(kind) ? 0 : HEAD_DIM);
@@ -60,7 +62,7 @@ struct Role {
   bool has_units;                                                  // a feed-forward; in translation, after a source
 
   Role(int kind) : qkv(qkv_size(kind)), has_units(!TRANSLATES || is_cross(kind)) {
-    if (!HAS_SOFTMAX || kind != SOFTMAX) return;
+    if (!is_softmax(kind)) return;
     if (REPLICAS > 1) {
       head = cluster % KV_HEADS, heads = cluster < KV_HEADS * REPLICAS;
       replica = cluster / KV_HEADS, replicas = REPLICAS;
@@ -158,7 +160,7 @@ struct Fixed {
   alignas(16) Vectors vectors[2];  // of this layer, and of the next
   Layer layers[LAYERS];
   u32* clocks;
-  int capacity;      // of caches, in tokens
+  int capacity[2];   // in tokens, of caches, and of sources
   u64 vector_barrier[2], state_barrier, qkv_barrier, parts_barrier, attended_barrier, hidden_barrier;
 };
 

@@ -95,7 +95,7 @@ def all_layers_problems(model: Any) -> list[str]:
     windows = {(spec.window, spec.sinks) for spec in recurrent if spec.kind == "windowed"}
     rotated = {len(a.shape.rotary.frequencies(config.head_dim)) for a in attentions if a.shape.rotary is not None}
     problems = {
-        "cross attention is softmax": any(spec.kind == "softmax" for spec in config.cross_attention),
+        "cross attention has query norms": config.encoder_layers and config.query_norm,
         f"norm_placement={config.norm_placement!r}": config.norm_placement not in ("before", "after"),
         "its branches are parallel": config.parallel,
         "its query norms are over all heads": config.query_norm and config.query_norm_heads,
