@@ -152,7 +152,7 @@ def _translate(
     """Translates sources, longest first, in `rows` rows of a batch; yields each one's index and translations."""
     graph, arrays = nnx.split(model)
     rows = min(rows, len(sources))
-    packed = packed_weights(model, rows * beam.size, own_lengths=True)
+    packed = packed_weights(model, rows * beam.size)
     together = max(1, rows // 4)  # so many sentences start together
     waiting = [np.arange(first, min(first + together, len(sources))) for first in range(0, len(sources), together)]
     width = _cut(sources).shape[1]

@@ -131,16 +131,11 @@ def step(model: Any, generation: Generation, sampling: Sampling, end: StopIds) -
     return Generation(state, token, generation.done | stopped, jax.random.key_data(key))
 
 
-def packed_weights(model: LanguageModel, batch: int, *, own_lengths: bool = False) -> Any:
-    """The weights in the decoding kernels' layout, for `decoder`; None without a kernel or enough free memory.
-
-    With `own_lengths`, each sequence has a place of its own in the caches of softmax layers (see `KVCache.index`).
-    """
+def packed_weights(model: LanguageModel, batch: int) -> Any:
+    """The weights in the decoding kernels' layout, for `decoder`; None without a kernel or enough free memory."""
     kernels = kernel_support.choice(model, batch)
     if kernels is None or load_kernels("decoding.fused_model") is None:
         return None
-    if kernels == "all" and own_lengths and any(block.attention.kind == "softmax" for block in model.blocks):
-        return None  # that kernel writes all sequences at one place
     if kernels == "all" and not load_kernels("decoding.all_layers").fits(model, batch):
         return None
     free, arguments = available_memory(), (*nnx.split(model), kernels, batch)

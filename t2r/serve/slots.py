@@ -80,7 +80,7 @@ class Slots:
         many = max(count // 8, min(count, 4))
         self._rows = {CHUNKS[0]: sorted({1, many}), CHUNKS[1]: sorted({1, max(many // 8, 1)})}
         kernel_sizes = sorted({min(size, count) for size in KERNEL_SIZES})
-        packed = {size: packed_weights(model, size, own_lengths=True) for size in kernel_sizes}
+        packed = {size: packed_weights(model, size) for size in kernel_sizes}
         self._packed = {size: weights for size, weights in packed.items() if weights is not None}
         sizes = [size for size in SIZES if size > self.most_by_kernels] + [*self._packed]
         self._sizes = sorted({min(size, count) for size in (*sizes, count)})

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from t2r.attention.softmax import KVCache
 from t2r.batch import PADDING
 from t2r.kernels.decoding import all_layers, cuda, fused_model, support
 from t2r.kernels.support import Device
@@ -39,6 +40,7 @@ CASES = {  # fields of the model, batch, clusters, ranks
     "window": (dict(LLAMA, attention=(WINDOWED,)), 5, 3, 2),
     "hybrid": (dict(LLAMA, attention=(T2R, SOFTMAX, WINDOWED), layers=3), 5, 3, 2),
     "softmax, ranks share sequences": (dict(LLAMA, attention=(SOFTMAX, WINDOWED)), 3, 5, 4),
+    "own lengths, hybrid": (dict(LLAMA, attention=(WINDOWED, SOFTMAX)), 6, 3, 2),
     "long cache": (dict(LLAMA, attention=(SOFTMAX, T2R)), 2, 2, 2),
     "many queries, long cache": (dict(LLAMA, heads=12, kv_heads=1, attention=(SOFTMAX, WINDOWED)), 2, 2, 2),
     "query norm": (dict(LLAMA, query_norm=True, attention=(T2R,), rope_size=8), 2, 2, 2),
@@ -74,6 +76,8 @@ def test_the_kernel_equals_the_models_step(case, bulk_copies, tmp_path):
     tokens = random_tokens(batch, length)
     mask = jnp.arange(length) >= (jnp.arange(batch) % 4)[:, None]
     _, state = compiled(half)(tokens, half.init_state(batch, length + 5), mask)
+    if "own lengths" in case:  # the last sequence's cache is full
+        state = state._replace(layers=tuple(map(with_own_lengths, state.layers)))
     as_float = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, state)
     active = (jnp.arange(batch) != 1)[:, None]
     positions = state.position + active[:, 0] - 1
@@ -143,6 +147,15 @@ def test_8_bit_weights(case, tmp_path):
     assert error(kernel, plain) > 0  # it was not the same kernel
 
 
+def with_own_lengths(state):
+    """A cache in which sequences have read different numbers of tokens; other states as they are."""
+    if not isinstance(state, KVCache):
+        return state
+    batch, capacity = state.valid.shape
+    index = (state.index - jnp.arange(batch) % 3).at[-1].set(capacity)
+    return state._replace(index=index, valid=state.valid & (jnp.arange(capacity) < index[:, None]))
+
+
 def compiled(model):
     """The model as one program, which is compiled faster than its operations one by one."""
     return jax.jit(lambda tokens, state, mask: model(tokens, state=state, mask=mask))
@@ -152,7 +165,8 @@ def run_emulated(folder, model, x, states, keep, positions, clusters, ranks, bul
     """The results of the kernel on an emulated GPU, where each warp's ring of weights is as small as it may be."""
     batch, grid = len(x), all_layers.Grid(clusters, ranks, slots=3, bulk_copies=bulk_copies)
     count = len(sources[0][0]) if sources else None
-    macros = all_layers.definitions(model, batch, grid, source_count=count)
+    own_lengths = all_layers.have_own_lengths(states)
+    macros = all_layers.definitions(model, batch, grid, source_count=count, own_lengths=own_lengths)
     layers = all_layers.pack(model, batch, grid)
     arguments = all_layers.arguments(x, layers, states, keep, positions, model, grid, sources=sources)
     updated = emulate(folder, all_layers.source(*all_layers.PARTS), macros, *arguments, grid.blocks)

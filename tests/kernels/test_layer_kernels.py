@@ -14,8 +14,8 @@ from t2r.decode import generate
 from t2r.decode.beam import Beam, translate
 from t2r.decode.generate import fork, generate_tokens, packed_weights, prefill, prefill_translation, scan_steps
 from t2r.decode.sampling import Sampling
-from t2r.kernels.decoding import all_layers, layer_kernels, one_kernel, support, tiles
 from t2r.kernels.decoding import fused_model as fused
+from t2r.kernels.decoding import layer_kernels, one_kernel, support, tiles
 from t2r.kernels.decoding.prefetch import lines_of_program
 from t2r.model.config import AttentionSpec
 from t2r.model.loss import source_states
@@ -189,16 +189,6 @@ def answers_of(model, count, requests):
     scheduler.close(0)
     scheduler.join(30)
     return list(tokens.values()), scheduler.slots.most_by_kernels
-
-
-def test_the_kernel_of_all_layers_is_not_for_caches_of_different_lengths(monkeypatch):
-    monkeypatch.setattr(support, "choice", lambda model, batch: "all")
-    monkeypatch.setattr(all_layers, "fits", lambda model, batch: True)
-    hybrid, rnn = (
-        make_model(micro(attention=KINDS[kind], adaptive_cutoffs=(), feedforward=2048)) for kind in ("both", "t2r")
-    )
-    assert packed_weights(hybrid, 16, own_lengths=True) is None
-    assert packed_weights(hybrid, 16) is not None and packed_weights(rnn, 16, own_lengths=True) is not None
 
 
 linear_step = layer_kernels.linear_step

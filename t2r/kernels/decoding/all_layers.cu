@@ -139,7 +139,7 @@ void count_tokens(const Fixed& fixed) {
     const Layer& own = fixed.layers[layer];
     const int row = threadIdx.x;
     if (own.kind == WINDOWED && row < BATCH) own.count[row] = fixed.count[layer][row] + (fixed.keep[row] > 0);
-    if (own.kind == SOFTMAX && threadIdx.x == 0) own.count[0] = fixed.count[layer][0] + 1;
+    if (own.kind == SOFTMAX && row < (OWN_LENGTHS ? BATCH : 1)) own.count[row] = fixed.count[layer][row] + 1;
   }
 }
 
@@ -161,7 +161,8 @@ void initialise(Shared& shared, const float* keep, const float* angles, const in
     const Layer& layer = fixed.layers[i / BATCH];
     const bool counts = layer.kind == WINDOWED || layer.kind == SOFTMAX;
     const int all = is_cross(layer.kind) ? capacity[1] : 0;  // of a source; padding is not valid
-    fixed.count[i / BATCH][i % BATCH] = counts ? layer.count[layer.kind == WINDOWED ? i % BATCH : 0] : all;
+    const int index = layer.kind == WINDOWED || OWN_LENGTHS ? i % BATCH : 0;
+    fixed.count[i / BATCH][i % BATCH] = counts ? layer.count[index] : all;
   }
   for (int i = threadIdx.x; i < LAYERS * WARPS; i += THREADS) {
     fixed.tiles[i / WARPS][i % WARPS] = Role(fixed.layers[i / WARPS].kind).tiles(i % WARPS);

@@ -458,7 +458,8 @@ def run(
     of each block in each layer, at the points MARK of all_layers.cu.
     """
     source_count = len(sources[0][0]) if sources else None
-    kernel = compile_for(definitions(model, len(x), grid, source_count=source_count, clocks=clocks))
+    options = dict(source_count=source_count, own_lengths=have_own_lengths(states), clocks=clocks)
+    kernel = compile_for(definitions(model, len(x), grid, **options))
     inputs, updated = arguments(x, layers, states, keep, positions, model, grid, sources=sources, clocks=clocks)
     call = jax.ffi.ffi_call(
         "__gpu$xla.gpu.ptx",
@@ -530,6 +531,11 @@ def arguments(
     return inputs, updated
 
 
+def have_own_lengths(states: tuple[Any, ...]) -> bool:
+    """Whether each sequence has a place of its own in the caches of softmax layers: see `KVCache.index`."""
+    return any("valid" in state._fields and state.index.ndim for state in states)
+
+
 def capacity_of(states: tuple[Any, ...]) -> int:
     """The tokens that caches have space for; 0 if there are no caches."""
     return max([state.valid.shape[1] for state in states if "valid" in state._fields], default=0)
@@ -578,12 +584,18 @@ def rotary_angles(model: Any, positions: Int[Array, "b"]) -> Float[Array, "table
 
 
 def definitions(
-    model: Any, batch: int, grid: Grid = Grid(), *, source_count: int | None = None, clocks: bool = False
+    model: Any,
+    batch: int,
+    grid: Grid = Grid(),
+    *,
+    source_count: int | None = None,
+    own_lengths: bool = False,
+    clocks: bool = False,
 ) -> dict[str, Any]:
-    """The macros that all_layers.cu is compiled with; `source_count` sources are shared by all sequences (None: each
-    has its own).
+    """The macros that all_layers.cu is compiled with.
 
-    Updated arrays are parameters twice, as XLA passes inputs and outputs; as they are aliased, both are the same.
+    The sequences of a batch share `source_count` sources; None: each has its own. Updated arrays are parameters twice,
+    as XLA passes inputs and outputs; as they are aliased, both are the same.
     """
     config, sizes = model.config, Sizes.of(model, batch, grid)
     layers, tables = kernel_layers(model), rotaries(model)
@@ -615,6 +627,7 @@ def definitions(
         BATCH=batch,
         SHARING=batch // (source_count or batch),
         TRANSLATES=int(sizes.translates),
+        OWN_LENGTHS=int(own_lengths),
         WIDTH=config.width,
         KV_HEADS=sizes.kv_heads,
         QUERIES=sizes.queries,

@@ -334,7 +334,9 @@ void attend_to_new_token(RunningSoftmax& softmax, const float* const (&q)[HALVES
 
 void attend_to_cache(Fixed& fixed, const Role& role, const Layer& layer, int number, int head, int place, int first) {
   constexpr int KEY_WORDS = HEAD_DIM / 8, VALUE_WORDS = HEAD_DIM / 16, TILES = POSITIONS / 8;
-  const int row = role.row(place), count = fixed.count[number][0], capacity = fixed.capacity[is_cross(layer.kind)];
+  const int row = role.row(place), capacity = fixed.capacity[is_cross(layer.kind)];
+  const bool is_full = fixed.count[number][row] >= capacity;  // as a source is: there is no new token
+  const int count = is_full ? capacity : fixed.count[number][row];
   const int own = row / sharing(layer.kind), sequence = own * KV_HEADS + head;
   const u32* keys = layer.k + (u64)sequence * capacity * SLOT_WORDS + quarter() * KEY_WORDS;
   const u32* values = layer.v + (u64)sequence * capacity * SLOT_WORDS + group() * VALUE_WORDS;
@@ -352,7 +354,7 @@ void attend_to_cache(Fixed& fixed, const Role& role, const Layer& layer, int num
     queries[i] = make_uint4(low.x, high.x, low.y, high.y);
   }
   RunningSoftmax softmax;
-  if (role.split() == 0 && warp() == 0 && fixed.keep[row] > 0 && !is_cross(layer.kind)) {
+  if (role.split() == 0 && warp() == 0 && fixed.keep[row] > 0 && !is_full) {
     const float* new_key = fixed.qkv[place] + QUERIES * HEAD_DIM;
     attend_to_new_token(softmax, q, new_key, new_key + HEAD_DIM);
   }
@@ -473,8 +475,8 @@ void softmax_attention(Shared& shared, const Role& role, const Layer& layer, int
         stage(fixed, place, r, d, merge(fixed.parts[0][r], SPLITS, QUERIES * PART, d, false));
       }
     }
-    if (role.owns(place) && !is_cross(layer.kind)) {  // the new key and value, and whether the token is real
-      const int count = fixed.count[number][0], capacity = fixed.capacity[0];
+    const int count = fixed.count[number][row], capacity = fixed.capacity[0];
+    if (role.owns(place) && !is_cross(layer.kind) && count < capacity) {  // the new key and value; is it a real token?
       for (int item = threadIdx.x; item < 2 * SLOT_WORDS; item += THREADS) {
         const float* x = fixed.qkv[place] + (QUERIES + item / SLOT_WORDS) * HEAD_DIM + item % SLOT_WORDS * 2;
         u32* to = (item < SLOT_WORDS ? layer.k : layer.v) + (u64)(row * KV_HEADS + head) * capacity * SLOT_WORDS;

@@ -129,7 +129,7 @@ struct Layer {
   const Vectors* vectors;
   float *S, *z;
   u32 *k, *v;   // the slots of a window, or a cache: two bfloat16 values each
-  int* count;   // tokens so far: of each sequence for a window, of the batch for a cache
+  int* count;   // tokens so far: of each sequence for a window; for a cache of the batch, or with OWN_LENGTHS of each
   unsigned char* valid;
 };
 
