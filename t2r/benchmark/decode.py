@@ -96,7 +96,7 @@ def check_beam(request: Request, beam: int, topology: str | None) -> None:
     if beam and not all(config.encoder_layers for config in request.models.values()):
         problems.append("beam search is for translation, and this is a language model: try --preset=paper_mt")
     if beam > request.batch:
-        problems.append(f"a batch of {request.batch} sequences has no place for them: --batch={beam} or more")
+        problems.append(f"a batch of {request.batch} sequences has no place for {beam} beams: --batch={beam} or more")
     raise_all(f"--beam={beam}:", problems)
 
 

@@ -270,16 +270,14 @@ def _advance(
     graph, arrays, search: Search, rest: Int[Array, ""], special: Special, beam: Beam, packed: Any = None
 ) -> Search:
     """Steps until at most `rest` sentences are not done; with `packed` weights they run in the decoding kernels."""
-    model = nnx.merge(graph, arrays)
-    step = functools.partial(_step, model, decoder(model, packed), special=special, beam=beam)
+    step = functools.partial(_step, decoder(nnx.merge(graph, arrays), packed), special=special, beam=beam)
     return jax.lax.while_loop(lambda search: (~search.done).sum() > rest, step, search)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5), donate_argnums=2)
 def search_steps(graph, arrays, search: Search, count: int, special: Special, beam: Beam, packed: Any = None) -> Search:
     """`count` steps in one compiled loop, whether or not the sentences are done: for benchmarks."""
-    model = nnx.merge(graph, arrays)
-    step = functools.partial(_step, model, decoder(model, packed), special=special, beam=beam)
+    step = functools.partial(_step, decoder(nnx.merge(graph, arrays), packed), special=special, beam=beam)
     return jax.lax.scan(lambda search, _: (step(search), None), search, length=count)[0]
 
 
@@ -288,12 +286,12 @@ def _sequences(rows: Int[Array, "some"], size: int) -> Int[Array, "sequences"]:
     return (rows[:, None] * size + jnp.arange(size)).reshape(-1)
 
 
-def _step(model: Seq2Seq, decoder: Any, search: Search, *, special: Special, beam: Beam) -> Search:
-    """One decoding step for each live beam, by the model itself or by its `decoder`."""
+def _step(model: Any, search: Search, *, special: Special, beam: Beam) -> Search:
+    """One decoding step for each live beam."""
     (batch, size), step, (prefix, end, never) = search.sums.shape, search.step[:, None], special
     last = jnp.take_along_axis(search.tokens, jnp.maximum(step - 1, 0)[:, :, None], 2)[:, :, 0]
     last = jnp.where(step == 0, prefix[-1], last)
-    hidden, state = decoder(last.reshape(batch * size, 1), state=search.state)
+    hidden, state = model(last.reshape(batch * size, 1), state=search.state)
     # Enough tokens that 2 · size remain when those that are never generated, and the stop token, are taken out: it is
     # a candidate of its own. At its limit a translation can only stop.
     count, at_limit = 2 * size + 1 + len(never), step >= search.limit[:, None]

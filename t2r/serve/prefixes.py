@@ -93,9 +93,9 @@ def save_prefixes(folder: Path, prefixes: Iterable[Prefix], model: LanguageModel
     interrupted.
     """
     make_folder(folder)
-    names = {}
+    names, of_model = {}, fingerprint(model)
     for ids, state in prefixes:
-        name = f"{hashlib.sha256(json.dumps([fingerprint(model), *ids]).encode()).hexdigest()[:20]}.state"
+        name = f"{hashlib.sha256(json.dumps([of_model, *ids]).encode()).hexdigest()[:20]}.state"
         names[name] = ids
         first = lambda x: x._replace(index=x.index[0]) if isinstance(x, KVCache) else x  # noqa: E731
         state = state._replace(layers=tuple(map(first, state.layers)))

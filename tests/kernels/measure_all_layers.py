@@ -258,10 +258,10 @@ def kernel_inputs(model, batch: int, length: int, grid):
 
     generation = rewind(random_generation(abstract_generation(model, batch, length)), length - 8)
     x = 0.1 * jax.random.normal(jax.random.key(1), (batch, model.config.width), jnp.float32)
-    from t2r.kernels.decoding import all_layers
+    from t2r.kernels.decoding import layers_packing
 
     graph, arrays = nnx.split(model)
-    packed = jax.jit(lambda arrays: all_layers.pack(nnx.merge(graph, arrays), batch, grid))(arrays)
+    packed = jax.jit(lambda arrays: layers_packing.pack(nnx.merge(graph, arrays), batch, grid))(arrays)
     return graph, arrays, packed, generation.state.layers, x, jnp.full(batch, length - 8, jnp.int32)
 
 

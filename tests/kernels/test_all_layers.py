@@ -11,7 +11,7 @@ from flax import nnx
 
 from t2r.attention.softmax import KVCache
 from t2r.batch import PADDING
-from t2r.kernels.decoding import all_layers, cuda, fused_model, support
+from t2r.kernels.decoding import all_layers, cuda, fused_model, layers_packing, support
 from t2r.kernels.support import Device
 from t2r.model.config import AttentionSpec
 from t2r.model.loss import source_states
@@ -143,7 +143,7 @@ def test_8_bit_weights(case, tmp_path):
     assert error(kernel - x, exact[:, 0] - x) < 0.02
     (tmp_path / "plain").mkdir()
     plain, _ = run_emulated(tmp_path / "plain", model, *arguments)
-    assert all_layers.pack(rounded, batch, all_layers.Grid(clusters, ranks)).tiles[0].dtype == jnp.int8
+    assert layers_packing.pack(rounded, batch, all_layers.Grid(clusters, ranks)).tiles[0].dtype == jnp.int8
     assert error(kernel, plain) > 0  # it was not the same kernel
 
 
@@ -167,7 +167,7 @@ def run_emulated(folder, model, x, states, keep, positions, clusters, ranks, bul
     count = len(sources[0][0]) if sources else None
     own_lengths = all_layers.have_own_lengths(states)
     macros = all_layers.definitions(model, batch, grid, source_count=count, own_lengths=own_lengths)
-    layers = all_layers.pack(model, batch, grid)
+    layers = layers_packing.pack(model, batch, grid)
     arguments = all_layers.arguments(x, layers, states, keep, positions, model, grid, sources=sources)
     updated = emulate(folder, all_layers.source(*all_layers.PARTS), macros, *arguments, grid.blocks)
     out, new_states, _ = all_layers.results(updated, x.shape, states, all_layers.phases(model))

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from t2r.kernels.decoding import all_layers, one_kernel, tiles
+from t2r.kernels.decoding import all_layers, layers_packing, one_kernel, tiles
 from t2r.kernels.decoding.layer_kernels import (
     ResidualStream,
     added_product,
@@ -49,14 +49,14 @@ class LayerMatrices(NamedTuple):
 class PackedModel(NamedTuple):
     """A model's matrices, in the layout that the kernels read."""
 
-    layers: tuple[LayerMatrices, ...] | one_kernel.PackedLayers | all_layers.PackedLayers
+    layers: tuple[LayerMatrices, ...] | one_kernel.PackedLayers | layers_packing.PackedLayers
     vocabulary: PackedMatrix | None  # None: the model's own embedding computes the greedy token
 
 
 def pack_model(model: Any, kernels: str = "layers", batch: int = 1) -> PackedModel:
     """A copy of the weights that a step reads, for the kernels that `support.choice` names and batches of this size."""
     if kernels == "all":
-        return PackedModel(all_layers.pack(model, batch), None)
+        return PackedModel(layers_packing.pack(model, batch), None)
     dtype, config = jnp.dtype(model.config.dtype), model.config
     has_kernel = not config.adaptive_cutoffs and config.vocab_size * config.width < MOST_ELEMENTS
     vocabulary = pack(_vocabulary_matrix(model.embedding), dtype) if has_kernel else None
@@ -82,7 +82,7 @@ class FusedModel:
         model, norm = self._model, self._model.final_norm
         mask = jnp.ones(tokens.shape, bool) if mask is None else mask
         x = model.embed(tokens, state.position[:, None] + mask - 1)[:, 0]
-        by_kernels = {one_kernel.PackedLayers: self._by_one_kernel, all_layers.PackedLayers: self._by_all_layers}
+        by_kernels = {one_kernel.PackedLayers: self._by_one_kernel, layers_packing.PackedLayers: self._by_all_layers}
         x, layer_states = by_kernels.get(type(self._packed.layers), self._by_layers)(x, state, mask)
         x = x if norm is None else norm(x)
         return x[:, None], state._replace(layers=layer_states, position=state.position + mask[:, 0])
@@ -112,6 +112,10 @@ class FusedModel:
             layer_states.append(past)
         x = tiles.unpack_activations(stream.x)[:batch]
         return model.blocks[-1].feedforward_norm(x) if self._norms_after else x, tuple(layer_states)
+
+    @property
+    def embedding(self) -> Any:
+        return self._model.embedding
 
     def logits(self, hidden: Array) -> Array:
         return self._model.logits(hidden)
