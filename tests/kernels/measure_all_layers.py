@@ -144,12 +144,7 @@ def cases() -> dict:
             found[f"clocks {name}, batch {batch}"] = lambda n=name, b=batch, t=length: clocks(n, b, t)
     found["time mt, batch 15"] = lambda: measure("mt", 15, 512)
     found["time mt by kernels of each layer, batch 15"] = lambda: measure("mt", 15, 512, kernels="layers")
-    grids = [
-        ("smol", dict(bulk_copies=False)),
-        ("llama", dict(bulk_copies=False)),
-        ("smol", dict(clusters=12)),
-        ("smol", dict(clusters=8)),
-    ]
+    grids = [("smol", dict(clusters=12)), ("smol", dict(clusters=8))]
     grids += [("smol", dict(clusters=24, ranks=4)), ("llama", dict(clusters=30, ranks=4))]
     for name, grid in grids:
         label = ", ".join(f"{key} {value}" for key, value in grid.items())
@@ -304,7 +299,7 @@ PARTS = (
 )  # fmt: skip
 
 
-def clocks(name: str, batch: int, length: int) -> dict:
+def clocks(name: str, batch: int, length: int, grid: dict = {}) -> dict:
     """Cycles between the marks of a layer, for the first block, which has a head, and for the last."""
     import jax
     import jax.numpy as jnp
@@ -313,13 +308,13 @@ def clocks(name: str, batch: int, length: int) -> dict:
 
     from t2r.kernels.decoding import all_layers
 
-    model = make(name)
-    graph, arrays, packed, states, x, positions = kernel_inputs(model, batch, length, all_layers.Grid())
+    model, grid = make(name), all_layers.Grid(**grid)
+    graph, arrays, packed, states, x, positions = kernel_inputs(model, batch, length, grid)
 
     @jax.jit
     def step(arrays, packed, states, x):
         model = nnx.merge(graph, arrays)
-        return all_layers.run(x, packed, states, jnp.ones(batch, bool), positions, model, clocks=True)[2]
+        return all_layers.run(x, packed, states, jnp.ones(batch, bool), positions, model, grid, clocks=True)[2]
 
     step(arrays, packed, states, x)
     times = np.asarray(step(arrays, packed, states, x)).reshape(-1, len(states), all_layers.CLOCK_POINTS)

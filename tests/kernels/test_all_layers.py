@@ -64,10 +64,8 @@ needs_nvrtc = pytest.mark.skipif(cuda.nvrtc() is None, reason="needs NVRTC (nvid
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize(
-    ("case", "bulk_copies"), [(case, True) for case in CASES] + [("llama", False), ("many sequences", False)]
-)
-def test_the_kernel_equals_the_models_step(case, bulk_copies, tmp_path):
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_equals_the_models_step(case, tmp_path):
     """For a batch of which one sequence has ended, after prompts longer than the window."""
     fields, batch, clusters, ranks = CASES[case]
     length = LONG_PROMPT if "long" in case else 7
@@ -83,7 +81,7 @@ def test_the_kernel_equals_the_models_step(case, bulk_copies, tmp_path):
     positions = state.position + active[:, 0] - 1
     hidden, expected = compiled(model)(tokens[:, :1], as_float, active)
     x = model.embed(tokens[:, :1], positions[:, None])[:, 0]
-    out, states = run_emulated(tmp_path, model, x, state.layers, active[:, 0], positions, clusters, ranks, bulk_copies)
+    out, states = run_emulated(tmp_path, model, x, state.layers, active[:, 0], positions, clusters, ranks)
     if model.config.norm_placement == "after":
         out = model.blocks[-1].feedforward_norm(jnp.asarray(out))
     rows = np.flatnonzero(active)
@@ -161,9 +159,9 @@ def compiled(model):
     return jax.jit(lambda tokens, state, mask: model(tokens, state=state, mask=mask))
 
 
-def run_emulated(folder, model, x, states, keep, positions, clusters, ranks, bulk_copies=True, sources=()):
+def run_emulated(folder, model, x, states, keep, positions, clusters, ranks, sources=()):
     """The results of the kernel on an emulated GPU, where each warp's ring of weights is as small as it may be."""
-    batch, grid = len(x), all_layers.Grid(clusters, ranks, slots=3, bulk_copies=bulk_copies)
+    batch, grid = len(x), all_layers.Grid(clusters, ranks, slots=3)
     count = len(sources[0][0]) if sources else None
     own_lengths = all_layers.have_own_lengths(states)
     macros = all_layers.definitions(model, batch, grid, source_count=count, own_lengths=own_lengths)

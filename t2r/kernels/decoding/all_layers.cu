@@ -41,7 +41,7 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
     const HeadVectors& own = vectors.heads[i];
     u32 rank_rows = 0;
     for (int place = 0; place < RANK_ROWS; place++) rank_rows += role.row(place) < BATCH;
-    stream_product<pass_size(MOST_QKV_TILES)>(
+    stream_product(
         shared, weights, x, role.qkv_tiles(), has_norm, own.qkv.sums, own.qkv.bias, own.qkv.scale, number, 1,
         [&](int tile, int row, int output, float4 four) {
           if (!role.has(row)) return;
@@ -96,8 +96,8 @@ void feed_forward(Shared& shared, Weights& weights, const float* x, float* to, i
   const Vectors& vectors = fixed.vectors[number % 2];
   if (role.up_tiles() == 0) return;  // there are more clusters than shares
   const auto& up = vectors.up;
-  stream_product<pass_size(MOST_UP_TILES)>(shared, weights, x, role.up_tiles(), true, up.sums, up.bias, up.scale,
-                                           number, 9, [&](int tile, int row, int output, float4 four) {
+  stream_product(shared, weights, x, role.up_tiles(), true, up.sums, up.bias, up.scale, number, 9,
+                 [&](int tile, int row, int output, float4 four) {
     u32* own = (u32*)fixed.staged + (tile * ROWS + row) * (UNIT_TILE / 2);
     if (GATED) {  // two gates, then two units
       own[output / 4] = to_bfloats(activated(four.x) * four.z, activated(four.y) * four.w);
@@ -153,6 +153,8 @@ void initialise(Shared& shared, const float* keep, const float* angles, const in
     for (int i = 0; i < 2; i++) fixed.capacity[i] = capacity[i];
   }
   for (int i = threadIdx.x; i < ROWS; i += THREADS) fixed.keep[i] = i < BATCH ? keep[i] : 0;
+  // Inputs that are padding have weights of zero: they must be numbers.
+  for (int i = threadIdx.x; i < OPERAND / 8 * ROWS; i += THREADS) fixed.operand[i] = make_uint4(0, 0, 0, 0);
   if (PADDED) {  // features that no state has are multiplied by zero: they must be numbers
     for (int i = threadIdx.x; i < RANK_ROWS * S_SIZE; i += THREADS) fixed.S[0][i] = 0;
     for (int i = threadIdx.x; i < RANK_ROWS * FEATURES; i += THREADS) fixed.z[0][i] = 0;
@@ -165,7 +167,7 @@ void initialise(Shared& shared, const float* keep, const float* angles, const in
     fixed.count[i / BATCH][i % BATCH] = counts ? layer.count[index] : all;
   }
   for (int i = threadIdx.x; i < LAYERS * WARPS; i += THREADS) {
-    fixed.tiles[i / WARPS][i % WARPS] = Role(fixed.layers[i / WARPS].kind).tiles(i % WARPS);
+    fixed.chunks[i / WARPS][i % WARPS] = Role(fixed.layers[i / WARPS].kind).chunks(i % WARPS);
   }
   // The cosines and sines of the sequences that this rank has: in softmax layers others than elsewhere.
   constexpr int SIZE = 2 * PAIRS > 0 ? 2 * PAIRS : 1, PLACES = ROTARY_TABLES * RANK_ROWS;
@@ -213,7 +215,6 @@ KERNEL(RANKS, THREADS) decode_step(PARAMETERS) {
       sync_blocks(work, phase++);
       MARK(layer, 14);
     }
-    weights.end_layer(layer);
   }
   count_tokens(fixed);
   if (threadIdx.x == MOVER) wait_until_stored();

@@ -24,9 +24,9 @@ from jaxtyping import Array, Bool, Float, Int
 from t2r.console import say
 from t2r.kernels.decoding import cuda
 from t2r.kernels.decoding.layers_packing import (
-    CHUNK_TILES,
+    REDUCED,
+    ROUND_OPERANDS,
     TILE,
-    TILES_OF_REGISTERS,
     WARPS,
     Grid,
     PackedLayers,
@@ -221,7 +221,7 @@ def definitions(
             own = {name: f"({type}){name}{number}" for name, type in READ[kind].items()}
         arrays = [own.get(name, own.get("index", "0") if name == "count" else "0") for name in STATE_FIELDS]
         table = -1 if attention.shape.rotary is None else tables.index(attention.shape.rotary)
-        room = tile_order(sizes, kind).shape[1] // CHUNK_TILES
+        room = tile_order(sizes, kind).shape[1] // sizes.chunk_tiles
         fields = [kind.upper(), table, features_of(attention), f"weights{number}", room, f"vectors{number}", *arrays]
         pointers.append(f"{{{', '.join(map(str, fields))}}}")
     parameters = inputs + [text.format("input_") for text in updated] + [text.format("") for text in updated]
@@ -243,8 +243,9 @@ def definitions(
         SHARED_MEMORY=grid.memory,
         MOST_SLOTS=grid.slots,
         INT8=int(sizes.int8),
-        BULK_COPIES=int(grid.bulk_copies),
-        TILES_OF_REGISTERS=TILES_OF_REGISTERS,
+        CHUNK_TILES=sizes.chunk_tiles,
+        REDUCED=REDUCED,
+        ROUND_OPERANDS=ROUND_OPERANDS,
         GATED=int(config.gated),
         ACTIVATION=ACTIVATIONS[config.activation],
         RMS_NORM=int(config.norm == "rms"),

@@ -96,41 +96,55 @@ int slot_of(int position) {  // of a window: sinks have their own, later keys ta
   return position < SINKS ? position : SINKS + (position - SINKS) % (WINDOW_SLOTS - SINKS);
 }
 
+int group() { return lane() / 4; }
+int quarter() { return lane() % 4; }
+
+constexpr int MAPPED = RANK_ROWS * (QUERIES + 1);  // vectors that φ maps: of each sequence its queries, then a key
+
+// Four of a vector's channels, as inputs of φ. The key is the new one; with a window, the one that leaves it.
+uint2 mapped_channels(const Fixed& fixed, const Role& role, int layer, int kind, int vector, int channel) {
+  const int place = vector / (QUERIES + 1), head = vector % (QUERIES + 1), row = role.row(place);
+  if (vector >= MAPPED || row >= BATCH || (is_cross(kind) && head == QUERIES)) return make_uint2(0, 0);
+  if (HAS_WINDOW && kind == WINDOWED && head == QUERIES) {
+    return *(const uint2*)&fixed.window[place][0][slot_of(fixed.count[layer][row]) * SLOT_WORDS + channel / 2];
+  }
+  return to_bfloats(four_at(fixed.qkv[place] + head * HEAD_DIM + channel));
+}
+
 // φ of all queries, and of the key that enters S and z: the new one, or the one that leaves the window, if one does.
-// Cross attention has no key.
+// Cross attention has no key. By tensor cores: 16 vectors with 8 features, of which thread (g, c) of 8 × 4 has 2c and
+// 2c + 1 of vectors g and g + 8. The order of channels in a sum is free: a thread has four consecutive ones of 16.
 void map_features(Fixed& fixed, const Role& role, int layer, int kind, const HeadVectors& vectors) {
-  for (int item = threadIdx.x; item < RANK_ROWS * (QUERIES + 1) * FEATURES; item += THREADS) {
-    const int place = item / ((QUERIES + 1) * FEATURES), head = item / FEATURES % (QUERIES + 1), f = item % FEATURES;
-    const int row = role.row(place);
-    if (row >= BATCH) continue;
-    const float* x = fixed.qkv[place] + head * (is_merged(kind) ? FEATURES : HEAD_DIM);
-    float result = 0;
-    if (is_cross(kind) && head == QUERIES) {
-      fixed.features[place][head][f] = 0;
-      continue;
+  const auto enters = [&](int row) { return kind == WINDOWED ? leaves(fixed, layer, row) : fixed.keep[row] > 0; };
+  if (is_merged(kind)) {
+    for (int item = threadIdx.x; item < MAPPED * FEATURES; item += THREADS) {
+      const int place = item / ((QUERIES + 1) * FEATURES), head = item / FEATURES % (QUERIES + 1), f = item % FEATURES;
+      if (role.row(place) >= BATCH) continue;
+      const bool is_mapped = head < QUERIES || (!is_cross(kind) && enters(role.row(place)));
+      fixed.features[place][head][f] = is_mapped ? fixed.qkv[place][head * FEATURES + f] : 0;
     }
-    if (is_merged(kind)) {
-      result = x[f];
-    } else if (HAS_WINDOW && kind == WINDOWED && head == QUERIES) {
-      const u32* old = fixed.window[place][0] + slot_of(fixed.count[layer][row]) * SLOT_WORDS;
-#pragma unroll 8
-      for (int i = 0; i < HEAD_DIM / 2; i++) {
-        const u32 weights = vectors.map[i * FEATURES + f];
-        result += low_of(weights) * low_of(old[i]) + high_of(weights) * high_of(old[i]);
+  } else {
+    for (int item = warp(); item < (MAPPED + 15) / 16 * (FEATURES / 8); item += WARPS) {
+      const int first = item / (FEATURES / 8) * 16 + group(), feature = item % (FEATURES / 8) * 8;
+      float sums[4] = {};
+#pragma unroll
+      for (int step = 0; step < HEAD_DIM / 16; step++) {
+        const int channel = step * 16 + quarter() * 4;
+        const uint2 low = mapped_channels(fixed, role, layer, kind, first, channel);
+        const uint2 high = mapped_channels(fixed, role, layer, kind, first + 8, channel);
+        const u32* map = vectors.map + channel / 2 * FEATURES + feature + group();
+        multiply_add(sums, make_uint4(low.x, high.x, low.y, high.y), map[0], map[FEATURES]);
       }
-    } else {
-      float even = 0, odd = 0;
-#pragma unroll 8
-      for (int i = 0; i < HEAD_DIM / 2; i++) {
-        const u32 weights = vectors.map[i * FEATURES + f];
-        const float2 pair = ((const float2*)x)[i];
-        even += low_of(weights) * pair.x, odd += high_of(weights) * pair.y;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int vector = first + i / 2 * 8, f = feature + quarter() * 2 + i % 2;
+        const int place = vector / (QUERIES + 1), head = vector % (QUERIES + 1), row = role.row(place);
+        if (vector >= MAPPED || row >= BATCH) continue;
+        const float mapped = fmaxf(sums[i] * (head < QUERIES ? QUERY_SCALE : 1) + vectors.map_bias[f], 0.f);
+        const bool is_mapped = head < QUERIES || (!is_cross(kind) && enters(row));
+        fixed.features[place][head][f] = is_mapped ? mapped : 0;
       }
-      result = (even + odd) * (head < QUERIES ? QUERY_SCALE : 1);
     }
-    if (!is_merged(kind)) result = fmaxf(result + vectors.map_bias[f], 0.f);
-    const bool enters = kind == WINDOWED ? leaves(fixed, layer, row) : fixed.keep[row] > 0;
-    fixed.features[place][head][f] = head < QUERIES || enters ? result : 0;
   }
   if (kind == WINDOWED) {
     for (int item = threadIdx.x; item < RANK_ROWS * HEAD_DIM; item += THREADS) {
@@ -314,8 +328,6 @@ struct RunningSoftmax {  // of a thread's rows, for its channels: 2c and 2c + 1 
   }
 };
 
-int group() { return lane() / 4; }
-int quarter() { return lane() % 4; }
 int channel_of(int tile, int which) { return (2 * quarter() + which) * (HEAD_DIM / 8) + tile; }
 
 // The new token is not in the cache yet.

@@ -20,8 +20,9 @@ from t2r.kernels.decoding.support import ALL_LAYERS_CLUSTERS, RANKS, SHARED_MEMO
 
 WARPS = 8  # of a block
 TILE = 16  # outputs and inputs of a tile
-CHUNK_TILES = 8  # of a chunk, which is loaded at once
-TILES_OF_REGISTERS = 12  # whose sums a thread has registers for, for 16 sequences
+MOST_CHUNK_TILES = 8  # of a chunk, which is loaded at once
+REDUCED = 4  # tiles whose sums are added up at once
+ROUND_OPERANDS = 32  # 16 channels of 16 sequences each: those that a thread has registers for
 
 
 class Grid(NamedTuple):
@@ -31,7 +32,6 @@ class Grid(NamedTuple):
     ranks: int = RANKS  # blocks of a cluster
     memory: int = SHARED_MEMORY
     slots: int = 64  # of a warp's ring of weights, at most
-    bulk_copies: bool = True  # how weights are loaded: see layers_weights.cuh
 
     @property
     def blocks(self) -> int:
@@ -41,7 +41,7 @@ class Grid(NamedTuple):
 class PackedLayers(NamedTuple):
     """For each layer the matrices of all warps of all thread blocks as tiles, and the vectors of blocks."""
 
-    tiles: tuple[Array, ...]  # (blocks * WARPS, chunks, CHUNK_TILES * TILE²) bfloat16 or int8
+    tiles: tuple[Array, ...]  # (blocks * WARPS, chunks, chunk_tiles * TILE²) bfloat16 or int8
     vectors: tuple[Array, ...]  # (blocks, size) float32
 
 
@@ -167,15 +167,36 @@ class Sizes(NamedTuple):
     def most(self, tiles: int) -> int:
         return -(-tiles // self.grid.ranks)
 
-    def stream_pass(self, most_tiles: int) -> int:
-        """Tiles of outputs that a thread has registers for at once in a product with the stream."""
-        return most_tiles if most_tiles * self.groups < TILES_OF_REGISTERS else TILES_OF_REGISTERS // self.groups
+    @property
+    def chunk_tiles(self) -> int:
+        """Tiles of a chunk: those with which the blocks of the first cluster, which has a head, have least to do."""
+        heads = self.most_heads
+        stream, hidden = -(-self.width // TILE // self.grid.ranks // WARPS), max(self.up_tiles) * self.grid.ranks
+        inputs = [self.attended // TILE] * heads + [hidden * self.unit_tile // TILE]
+
+        def cost(tiles: int) -> int:  # waiting for a chunk takes about as long as multiplying two tiles
+            products = heads * self.most(self.qkv_most // TILE) + max(self.up_tiles)
+            chunks = products * -(-self.warp_steps // tiles) + stream * sum(-(-steps // tiles) for steps in inputs)
+            return chunks * (tiles + 2)
+
+        return min(range(MOST_CHUNK_TILES, 3, -1), key=cost)
 
     @property
-    def operand_pass(self) -> int:
-        """The same in a product whose outputs are added to the stream."""
-        most = -(-self.most(self.width // TILE) // WARPS)
-        return most if most * self.groups < 4 else 4 // self.groups
+    def rounds(self) -> int:
+        """How many times a product with the stream reads a part of it; with several, for every REDUCED tiles again."""
+        operands = -(-self.warp_steps // self.chunk_tiles) * self.chunk_tiles * self.groups
+        return -(-operands // max(ROUND_OPERANDS, self.chunk_tiles * self.groups))
+
+    @property
+    def warp_steps(self) -> int:
+        """Of a product with the stream, for 16 channels each."""
+        return -(-self.width // TILE // WARPS)
+
+    @property
+    def round_steps(self) -> int:
+        """The same of a round, in whole chunks."""
+        chunks = -(-self.warp_steps // self.chunk_tiles)
+        return -(-chunks // self.rounds) * self.chunk_tiles
 
 
 def features_of(attention: Any) -> int:
@@ -224,7 +245,7 @@ def pack(model: Any, batch: int, grid: Grid = Grid()) -> PackedLayers:
         cut = jnp.concatenate([cut_into_tiles(matrix.weights) for matrix in matrices if matrix is not None])
         cut = jnp.pad(cut, [(0, 1), (0, 0)])  # the last tile is zero: padding
         order = tile_order(sizes, layer.kind)
-        tiles.append(cut[order].reshape(len(order), -1, CHUNK_TILES * TILE * TILE))
+        tiles.append(cut[order].reshape(len(order), -1, sizes.chunk_tiles * TILE * TILE))
         vectors.append(pack_vectors(layer, matrices, sizes, norms_after))
     return PackedLayers(tuple(tiles), tuple(vectors))
 
@@ -280,18 +301,19 @@ def cut_into_tiles(weights: Num[Array, "n k"]) -> Num[Array, "tiles size"]:
 
 @functools.lru_cache(maxsize=16)
 def tile_order(sizes: Sizes, kind: str) -> Int[np.ndarray, "warps tiles"]:
-    """The numbers of the tiles of each block's warps; -1 is padding, to whole chunks."""
+    """The numbers of the tiles of each block's warps; -1 is padding."""
     blocks = itertools.product(range(sizes.grid.clusters), range(sizes.grid.ranks))
     parts = [[np.concatenate(list(warp_tiles(sizes, kind, *block, warp))) for warp in range(WARPS)] for block in blocks]
     warps = list(itertools.chain(*parts))
-    padded = -(-max(map(len, warps)) // CHUNK_TILES) * CHUNK_TILES
-    return np.stack([np.pad(tiles, (0, padded - len(tiles)), constant_values=-1) for tiles in warps])
+    most = max(map(len, warps))
+    return np.stack([np.pad(tiles, (0, most - len(tiles)), constant_values=-1) for tiles in warps])
 
 
 def warp_tiles(sizes: Sizes, kind: str, cluster: int, rank: int, warp: int) -> Iterator[Int[np.ndarray, "n"]]:
     """The numbers of a warp's tiles, in the order of reading.
 
-    Of a product with the stream it has every WARPS-th 16 channels; of the others, every WARPS-th tile of outputs.
+    Of a product with the stream it has every WARPS-th 16 channels; of the others, every WARPS-th tile of outputs. The
+    tiles of an output are padded to whole chunks.
     """
     steps, stream = sizes.width // TILE, sizes.dealt(sizes.width // TILE, rank)[warp::WARPS]
     own_steps = np.arange(warp, steps, WARPS)
@@ -301,26 +323,42 @@ def warp_tiles(sizes: Sizes, kind: str, cluster: int, rank: int, warp: int) -> I
     first_down = first_up + sizes.units // sizes.unit_tile * steps
     for head in sizes.heads(kind, cluster):
         own = sizes.dealt(qkv_tiles, rank)
-        size = sizes.stream_pass(sizes.most(sizes.qkv_most // TILE))
-        yield from passes((head * qkv_tiles + own) * steps, own_steps, size)
+        yield from stream_tiles(sizes, (head * qkv_tiles + own) * steps, own_steps)
         rows = first_out + stream * (sizes.kv_heads * head_steps)
-        yield from passes(rows, head * head_steps + np.arange(head_steps), sizes.operand_pass)
+        yield from operand_tiles(sizes, rows, head * head_steps + np.arange(head_steps))
     if not sizes.has_units(kind):
         yield np.zeros(0, int)  # it may have none
         return
     count = sizes.up_tiles[cluster]
     before = sum(sizes.up_tiles[:cluster]) * sizes.grid.ranks  # tiles of the clusters before
     own = before + rank * count + np.arange(count)
-    yield from passes(first_up + own * steps, own_steps, sizes.stream_pass(max(sizes.up_tiles)))
+    yield from stream_tiles(sizes, first_up + own * steps, own_steps)
     cluster_steps = before * sizes.unit_tile // TILE + np.arange(count * sizes.grid.ranks * sizes.unit_tile // TILE)
-    yield from passes(first_down + stream * unit_steps, cluster_steps, sizes.operand_pass)
+    yield from operand_tiles(sizes, first_down + stream * unit_steps, cluster_steps)
     yield np.zeros(0, int)  # it may have none
 
 
-def passes(rows: Int[np.ndarray, "n"], steps: Int[np.ndarray, "k"], size: int) -> Iterator[Int[np.ndarray, "tiles"]]:
-    """Tiles at `rows` (each the number of its first) and `steps`: `size` rows at once, step by step."""
-    for first in range(0, len(rows), size):
-        yield (rows[first : first + size] + steps[:, None]).reshape(-1)
+def stream_tiles(
+    sizes: Sizes, rows: Int[np.ndarray, "n"], steps: Int[np.ndarray, "k"]
+) -> Iterator[Int[np.ndarray, "tiles"]]:
+    """Tiles at `rows` (each the number of its first) and `steps`, of a product with the stream, in whole chunks."""
+    at_once = REDUCED if sizes.rounds > 1 else max(1, len(rows))
+    for first in range(0, len(rows), at_once):
+        for begin in range(0, sizes.rounds * sizes.round_steps, sizes.round_steps):
+            for row in rows[first : first + at_once]:
+                yield padded(row + steps[begin : begin + sizes.round_steps], sizes.round_steps)
+
+
+def operand_tiles(
+    sizes: Sizes, rows: Int[np.ndarray, "n"], steps: Int[np.ndarray, "k"]
+) -> Iterator[Int[np.ndarray, "tiles"]]:
+    """The same of a product whose outputs are added to the stream."""
+    for row in rows:
+        yield padded(row + steps, -(-len(steps) // sizes.chunk_tiles) * sizes.chunk_tiles)
+
+
+def padded(tiles: Int[np.ndarray, "n"], size: int) -> Int[np.ndarray, "size"]:
+    return np.pad(tiles, (0, size - len(tiles)), constant_values=-1)
 
 
 def pack_vectors(layer: Layer, matrices: LayerMatrices, sizes: Sizes, norms_after: bool) -> Float[Array, "blocks size"]:

@@ -31,7 +31,17 @@ constexpr int MOST_QKV_TILES = share(MOST_QKV / 16, 0, RANKS);
 constexpr int MOST_HEADS = share(KV_HEADS, 0, CLUSTERS);         // of a cluster
 constexpr int ATTENDED = QUERIES * HEAD_DIM;                     // outputs of a head's queries
 constexpr int MOST_UNITS = MOST_UP_TILES * RANKS * UNIT_TILE;    // of a cluster
-constexpr int OPERAND = ATTENDED > MOST_UNITS ? ATTENDED : MOST_UNITS;
+
+// Chunks of an output tile, which are padded to CHUNK_TILES tiles. In a product with the stream a warp has every WARPS-th
+// 16 channels, and a thread has registers for those of a round: if there are more rounds than one, x is read again for
+// every REDUCED tiles, whose partial sums are added up at once. In the others a warp has all inputs of its output tiles.
+constexpr int WARP_CHUNKS = share(share(STEPS, 0, WARPS), 0, CHUNK_TILES);
+constexpr int ROUNDS = share(WARP_CHUNKS * CHUNK_TILES * GROUPS, 0, ROUND_OPERANDS > CHUNK_TILES * GROUPS
+                                                                        ? ROUND_OPERANDS : CHUNK_TILES * GROUPS);
+constexpr int ROUND_CHUNKS = share(WARP_CHUNKS, 0, ROUNDS), ROUND_STEPS = ROUND_CHUNKS * CHUNK_TILES;
+constexpr int STREAM_CHUNKS = ROUNDS * ROUND_CHUNKS;
+constexpr int operand_chunks(int inputs) { return share(inputs / 16, 0, CHUNK_TILES); }
+constexpr int OPERAND = operand_chunks(ATTENDED > MOST_UNITS ? ATTENDED : MOST_UNITS) * CHUNK_TILES * 16;
 
 static_assert(WIDTH % 16 == 0 && HEAD_DIM % 16 == 0 && FEATURES % 16 == 0, "unsupported sizes");
 static_assert(FEEDFORWARD % (UNIT_TILE * RANKS) == 0 && RANKS * UNIT_TILE % 16 == 0, "unsupported sizes");
@@ -76,9 +86,10 @@ struct Role {
   }
   int stream_tiles() const { return share(STREAM_TILES, rank, RANKS); }
   int units() const { return up_tiles() * RANKS * UNIT_TILE; }
-  int tiles(int warp) const {  // that a warp reads in the whole layer
-    const int steps = share(STEPS, warp, WARPS), outputs = share(stream_tiles(), warp, WARPS);
-    return (heads * qkv_tiles() + up_tiles()) * steps + outputs * (heads * ATTENDED + units()) / 16;
+  int chunks(int warp) const {  // that a warp reads in the whole layer
+    const int outputs = share(stream_tiles(), warp, WARPS);
+    return (heads * qkv_tiles() + up_tiles()) * STREAM_CHUNKS +
+           outputs * (heads * operand_chunks(ATTENDED) + operand_chunks(units()));
   }
 
   // The sequences of this cluster: row n · replicas + replica is its nth. The first of the `splits` ranks that have it
@@ -133,8 +144,7 @@ struct Layer {
   unsigned char* valid;
 };
 
-constexpr int CHUNK_TILES = 8, CHUNK = CHUNK_TILES * 32;  // of weights that are loaded at once; fragments of a chunk
-constexpr int REDUCED = 4;      // tiles whose partial sums are added up at once
+constexpr int CHUNK = CHUNK_TILES * 32;  // fragments of a chunk of weights, which is loaded at once
 constexpr int S_SIZE = FEATURES * HEAD_DIM, SLOT_WORDS = HEAD_DIM / 2;
 constexpr int PAIRS = ROTATED / 2;  // of dimensions that are rotated together
 
@@ -156,7 +166,7 @@ struct Fixed {
   float angles[2][ROTARY_TABLES][RANK_ROWS][2][PAIRS > 0 ? PAIRS : 1];  // softmax layers, others: cosines, sines
   float keep[ROWS];
   int count[LAYERS][BATCH];
-  int tiles[LAYERS][WARPS];  // that each warp reads
+  int chunks[LAYERS][WARPS];  // that each warp reads
   alignas(16) Vectors vectors[2];  // of this layer, and of the next
   Layer layers[LAYERS];
   u32* clocks;
@@ -168,7 +178,7 @@ struct Fixed {
 constexpr int RING_BYTES = WARPS * (CHUNK * (int)sizeof(Fragment) + 8);  // of one slot of each warp, with its barrier
 constexpr int FITTING_SLOTS = (SHARED_MEMORY - (int)sizeof(Fixed) - 256) / RING_BYTES;
 constexpr int SLOTS = FITTING_SLOTS < MOST_SLOTS ? FITTING_SLOTS : MOST_SLOTS;
-static_assert(SLOTS * CHUNK_TILES >= TILES_OF_REGISTERS / GROUPS + CHUNK_TILES - 1, "too large for shared memory");
+static_assert(SLOTS >= 2, "too large for shared memory");
 
 struct Shared {
   alignas(128) Fragment ring[WARPS][SLOTS * CHUNK];
