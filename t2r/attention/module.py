@@ -194,8 +194,8 @@ class SoftmaxAttention(_Projected):
     ) -> tuple[Float[Array, "b n g r d"], KVCache]:
         """Appends the keys and values to the cache, then attends to all of it; both are returned."""
         state = softmax.append(state, k, v, mask)
-        allowed = softmax.cached_mask(state, q.shape[1], self.shape.window)
-        return softmax.attend(q, state.k, state.v, allowed, self.shape.query_scale, **dropout_options), state
+        options = dict(window=self.shape.window, **dropout_options)
+        return softmax.attend_cache(q, state, self.shape.query_scale, **options), state
 
     def attend_state(self, q: Array, state: KVCache, **dropout_options: Any) -> Float[Array, "b n g r d"]:
         """Attention without a causal mask, to all keys of a state built by `build_state`."""

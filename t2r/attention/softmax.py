@@ -4,7 +4,7 @@ x_out_i = Σ_j softmax_j(q_i·k_j/√d) v_j. Queries are (b, n, g, r, d), keys a
 `feature_map.py`. The cache holds keys and values as (b, g, m, d): a decoding step then reads each head contiguously.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from t2r.kernels import load as load_kernels
 from t2r.kernels.support import has_flash_attention, kernel_platform
 
 KERNEL_LENGTH = 128  # kernels are used for longer sequences only
+CACHE_BLOCK = 2048  # slots of a cache that many queries read at once
 MASKED_LOGIT = -1e30  # finite: with −∞ a query whose keys are all masked (padding) would give NaN
 
 
@@ -144,13 +145,56 @@ def causal_mask(length: int, mask: Bool[Array, "b m"] | None = None, window: int
     return allowed if mask is None else allowed & mask[:, None, :]
 
 
-def cached_mask(cache: KVCache, length: int, window: int = 0) -> Bool[Array, "b n m"]:
-    """`causal_mask` for the queries of the last `length` tokens written, over all slots of the cache."""
-    slots = jnp.arange(cache.valid.shape[1])
+def cached_mask(
+    cache: KVCache, length: int, window: int = 0, slots: Int[Array, "m"] | None = None
+) -> Bool[Array, "b n m"]:
+    """`causal_mask` for the queries of the last `length` tokens written, over all slots of the cache, or some."""
+    slots = jnp.arange(cache.valid.shape[1]) if slots is None else slots
     queries = cache.index[..., None] - length + jnp.arange(length)  # (n), or (b, n)
     queries = jnp.broadcast_to(queries, (cache.valid.shape[0], length))
-    allowed = (slots <= queries[:, :, None]) & cache.valid[:, None, :]
+    allowed = (slots <= queries[:, :, None]) & cache.valid[:, None, slots]
     if window:
         position = jnp.cumsum(cache.valid, 1)  # padding has no position
-        allowed &= jnp.take_along_axis(position, queries, 1)[:, :, None] - position[:, None, :] < window
+        distance = jnp.take_along_axis(position, queries, 1)[:, :, None] - position[:, None, slots]
+        allowed &= distance < window
     return allowed
+
+
+def attend_cache(
+    q: Float[Array, "b n g r d"], cache: KVCache, scale: float, *, window: int = 0, **dropout_options: Any
+) -> Float[Array, "b n g r d"]:
+    """Attention of the last tokens written to all of the cache. Many queries read a long cache in blocks."""
+    length, capacity = q.shape[1], cache.valid.shape[1]
+    drops = bool(dropout_options.get("dropout")) and dropout_options.get("key") is not None
+    if length == 1 or capacity < 2 * CACHE_BLOCK or drops:
+        return attend(q, cache.k, cache.v, cached_mask(cache, length, window), scale, **dropout_options)
+    return _attend_in_blocks(q, cache, scale, window)
+
+
+def _attend_in_blocks(q: Array, cache: KVCache, scale: float, window: int) -> Float[Array, "b n g r d"]:
+    """`attend` by blocks of the slots that are written, with a running maximum: the logits of one block at a time."""
+    (batch, length, groups, per_group, _), capacity = q.shape, cache.valid.shape[1]
+    scaled, shape = q * scale, (batch, groups, length, per_group)
+
+    def add_block(number: Int[Array, ""], sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        largest, total, out = sums
+        first = jnp.minimum(number * CACHE_BLOCK, capacity - CACHE_BLOCK)  # the last block may overlap the one before
+        k, v = (jax.lax.dynamic_slice_in_dim(x, first, CACHE_BLOCK, 2) for x in (cache.k, cache.v))
+        slots = first + jnp.arange(CACHE_BLOCK)
+        allowed = cached_mask(cache, length, window, slots) & (slots >= number * CACHE_BLOCK)
+        allowed = allowed[:, None, :, None, :]
+        logits = jnp.einsum("bngrd,bgmd->bgnrm", scaled, k, preferred_element_type=jnp.float32)
+        logits = jnp.where(allowed, logits, MASKED_LOGIT)
+        new_largest = jnp.maximum(largest, logits.max(-1))
+        factor, weights = (
+            jnp.exp(largest - new_largest),
+            jnp.where(allowed, jnp.exp(logits - new_largest[..., None]), 0),
+        )
+        added = jnp.einsum("bgnrm,bgmd->bgnrd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return new_largest, total * factor + weights.sum(-1), out * factor[..., None] + added
+
+    nothing = jnp.full(shape, MASKED_LOGIT), jnp.zeros(shape), jnp.zeros((*shape, cache.v.shape[-1]))
+    written = jnp.minimum(cache.index.max(), capacity)
+    _, total, out = jax.lax.fori_loop(0, -(-written // CACHE_BLOCK), add_block, nothing)
+    out /= jnp.where(total > 0, total, 1)[..., None]  # padding may see no key
+    return jnp.swapaxes(out, 1, 2).astype(cache.v.dtype)

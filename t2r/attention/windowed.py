@@ -43,7 +43,7 @@ class Window(NamedTuple):
         """The number of exact keys that a state holds."""
         return self.sinks + self.size
 
-    def slot(self, position: Int[Array, "b"]) -> Int[Array, "b"]:
+    def slot(self, position: Int[Array, "*b"]) -> Int[Array, "*b"]:
         """The slot of a position's key: sinks have their own, later keys take turns in the others."""
         in_turn = self.sinks + (position - self.sinks) % self.size
         return jnp.where(position < self.sinks, position, in_turn)
@@ -132,74 +132,138 @@ def chunked(
     mask: Bool[Array, "b n"] | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Float[Array, "b n g r d"], WindowedState]:
-    """Quadratic within chunks of queries, recurrent between them: linear in length."""
+    """Quadratic within chunks of queries, recurrent between them: linear in length.
+
+    All chunks are computed at once where S and z are plain sums; else, with feature maps that have scales, in turn.
+    """
     batch, length = v.shape[:2]
-    # Without a state and a mask positions are known when this is compiled, and S and z are plain sums.
-    at_once = state is None and mask is None and jax.eval_shape(window.key_features, k).log_scale is None
-    chunk = max(chunk, window.size) if at_once else chunk
-    count = -(-length // chunk)
+    if jax.eval_shape(window.key_features, k).log_scale is None:
+        return _chunks_at_once(q, k, v, window, state, mask, max(chunk, window.size))
     state = initial_state(k, v, window) if state is None else state
     mask = jnp.ones((batch, length), bool) if mask is None else mask
 
-    def split(x: Array) -> Array:  # (b, n, …) → (b, chunks, chunk, …); padding is zero, and so masked
-        x = jnp.pad(x, [(0, 0), (0, count * chunk - length)] + [(0, 0)] * (x.ndim - 2))
-        return x.reshape(batch, count, chunk, *x.shape[2:])
+    def one_chunk(state, inputs):
+        q, k, v, mask = inputs
+        out, state = quadratic(q, k, v, window, state=state, mask=mask)
+        return state, out
 
-    if at_once:
-        out, state = _parallel_chunks(jax.tree.map(split, q), k, v, window), append(state, k, v, window)
-    else:
-
-        def one_chunk(state, inputs):
-            q, k, v, mask = inputs
-            out, state = quadratic(q, k, v, window, state=state, mask=mask)
-            return state, out
-
-        chunks = jax.tree.map(lambda x: jnp.moveaxis(split(x), 1, 0), (q, k, v, mask))
-        state, out = jax.lax.scan(one_chunk, state, chunks)
-        out = jnp.moveaxis(out, 0, 1)
-    return out.reshape(batch, count * chunk, *out.shape[3:])[:, :length], state
+    chunks = jax.tree.map(lambda x: jnp.moveaxis(_split(x, chunk), 1, 0), (q, k, v, mask))
+    state, out = jax.lax.scan(one_chunk, state, chunks)
+    return _joined(jnp.moveaxis(out, 0, 1), length), state
 
 
-def _parallel_chunks(q: Queries, k: Array, v: Array, window: Window) -> Float[Array, "b chunks chunk g r d"]:
-    """All chunks of queries as one batch, from the beginning of the sequence.
+def _split(x: Array, chunk: int) -> Array:
+    """(b, n, …) → (b, chunks, chunk, …); padding is zero, and so masked."""
+    batch, length = x.shape[:2]
+    count = -(-length // chunk)
+    x = jnp.pad(x, [(0, 0), (0, count * chunk - length)] + [(0, 0)] * (x.ndim - 2))
+    return x.reshape(batch, count, chunk, *x.shape[2:])
+
+
+def _joined(chunks: Array, length: int) -> Array:
+    return chunks.reshape(len(chunks), -1, *chunks.shape[3:])[:, :length]
+
+
+def _chunks_at_once(
+    q: Queries,
+    k: Array,
+    v: Array,
+    window: Window,
+    state: WindowedState | None,
+    mask: Bool[Array, "b n"] | None,
+    chunk: int,
+) -> tuple[Float[Array, "b n g r d"], WindowedState]:
+    new_state = append(initial_state(k, v, window) if state is None else state, k, v, window, mask)
+    if mask is None:
+        out = _parallel_chunks(jax.tree.map(lambda x: _split(x, chunk), q), k, v, window, state)
+        return _joined(out, v.shape[1]), new_state
+    # Real tokens first, so that neighbours in the sequence are neighbours in the array; padding is after them.
+    order = jnp.argsort(~mask, axis=1, stable=True)
+    take = lambda x, index: jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), 1)  # noqa: E731
+    q, k, v = jax.tree.map(lambda x: take(x, order), (q, k, v))
+    out = _parallel_chunks(jax.tree.map(lambda x: _split(x, chunk), q), k, v, window, state)
+    return take(_joined(out, v.shape[1]), jnp.maximum(jnp.cumsum(mask, 1) - 1, 0)), new_state
+
+
+def _parallel_chunks(
+    q: Queries, k: Array, v: Array, window: Window, state: WindowedState | None
+) -> Float[Array, "b chunks chunk g r d"]:
+    """All chunks of queries as one batch, from the beginning of the sequence or after a state.
 
     The keys of a chunk are the sinks, the `size` tokens before the chunk, and its own. S and z before it are the sums
-    over earlier keys, which are distant for all of its queries. Chunks are at least `size` long.
+    over earlier keys, which are distant for all of its queries. Chunks are at least `size` long. Keys of padding, which
+    is last, are later than all queries that matter.
     """
     batch, count, chunk = q.mix.shape[:3]
-    size, length = window.size, k.shape[1]
-    sinks = min(window.sinks, length)
-    into_batch = lambda x: x.reshape(batch * count, *x.shape[2:])  # noqa: E731
-
-    def shifted(x: Array) -> Array:
-        """Chunk c has the positions c · chunk − size, …: its first `size` are those before chunk c of the queries."""
-        x = jnp.pad(x, [(0, 0), (size, count * chunk - length), (0, 0), (0, 0)])[:, : count * chunk]
-        return x.reshape(batch, count, chunk, *x.shape[2:])
+    size = window.size
+    before = jnp.zeros(1, jnp.int32) if state is None else state.count  # tokens; the same for all, or of each sequence
+    (sink_k, sink_v), (near_k, near_v) = _kept(state, k, v, window)
+    sinks = sink_k.shape[1]
+    into_batch = lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])).reshape(batch * count, *x.shape[2:])  # noqa: E731
 
     def of_chunks(x: Array) -> Array:
-        """What each chunk has of keys, values or features: of sinks, then of the tokens before it, then its own."""
-        own = jnp.pad(x, [(0, 0), (0, count * chunk - length), (0, 0), (0, 0)]).reshape(shifted(x).shape)
-        first = jnp.broadcast_to(x[:, None, :sinks], (batch, count, sinks, *x.shape[2:]))
-        return into_batch(jnp.concatenate([first, shifted(x)[:, :, :size], own], 2))
+        """(b, size + n, …) → for each chunk, the `size` before it and its own."""
+        x = jnp.pad(x, [(0, 0), (0, size + count * chunk - x.shape[1]), (0, 0), (0, 0)])
+        first, own = x[:, : count * chunk], x[:, size:]
+        first, own = (part.reshape(batch, count, chunk, *x.shape[2:]) for part in (first, own))
+        return jnp.concatenate([first[:, :, :size], own], 2)
 
-    features = window.key_features(k).values
-    summands = jnp.where((jnp.arange(length) >= sinks)[:, None, None], features, 0)  # sinks are never distant
-    summands, values = Features(into_batch(shifted(summands))), into_batch(shifted(v))
-    added = linear.update(linear.initial_state(summands, values), summands, values)
-    before = lambda x: jnp.cumsum(x, 1) - x  # noqa: E731
-    past = jax.tree.map(lambda x: into_batch(before(x.reshape(batch, count, *x.shape[1:]))), added)
+    def with_sinks(sink: Array, x: Array) -> Array:
+        sink = jnp.broadcast_to(sink[:, None], (batch, count, *sink.shape[1:]))
+        return into_batch(jnp.concatenate([sink, of_chunks(x)], 2))
 
-    start = jnp.arange(count)[:, None] * chunk
-    position = jnp.concatenate(
-        [jnp.broadcast_to(jnp.arange(sinks), (count, sinks)), start + jnp.arange(-size, chunk)], 1
+    keys, values = jnp.concatenate([near_k, k], 1), jnp.concatenate([near_v, v], 1)
+    features = window.key_features(keys).values
+    position = before[:, None] - size + jnp.arange(keys.shape[1])
+    # Sinks are never distant. What is in no chunk before any other is not summed.
+    summands = jnp.where((position >= sinks)[:, :, None, None], features, 0)
+    cut = lambda x: _split(x[:, : count * chunk], chunk).reshape(batch * count, chunk, *x.shape[2:])  # noqa: E731
+    summands, earlier_values = Features(cut(summands)), cut(values)
+    added = linear.update(linear.initial_state(summands, earlier_values), summands, earlier_values)
+
+    def sums_before(added: Array, past: Array | None) -> Array:
+        added = added.reshape(batch, count, *added.shape[1:])
+        sums = jnp.cumsum(added, 1) - added
+        return into_batch(sums if past is None else sums + past[:, None])
+
+    S, z = (None, None) if state is None else (state.S, state.z)
+    past = LinearState(sums_before(added.S, S), sums_before(added.z, z), None)
+
+    start = before[:, None, None] + jnp.arange(count)[:, None] * chunk  # (b or 1, chunks, 1)
+    positions = start + jnp.arange(-size, chunk)
+    positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(sinks), (*positions.shape[:2], sinks)), positions], 2)
+    is_sink_column = jnp.arange(positions.shape[2]) < sinks
+    valid = is_sink_column | (positions >= sinks)
+    masks = _near_and_distant(
+        *(x.reshape(-1, x.shape[2]) for x in (start + jnp.arange(chunk), positions, valid)), window
     )
-    is_sink_column = jnp.arange(position.shape[1]) < sinks
-    valid = is_sink_column | ((position >= sinks) & (position < length))
-    exact, distant = _near_and_distant(start + jnp.arange(chunk), position, valid, window)
-    exact, distant = (into_batch(jnp.broadcast_to(mask, (batch, *mask.shape))) for mask in (exact, distant))
-    q = jax.tree.map(into_batch, q)
-    out = _attend(q, of_chunks(k), of_chunks(v), exact, past, distant, Features(of_chunks(features)))
+    exact, distant = (into_batch(x.reshape(len(before), count, *x.shape[1:])) for x in masks)
+    out = _attend(
+        jax.tree.map(into_batch, q),
+        with_sinks(sink_k, keys),
+        with_sinks(sink_v, values),
+        exact,
+        past,
+        distant,
+        Features(with_sinks(window.key_features(sink_k).values, features)),
+    )
     return out.reshape(batch, count, *out.shape[1:])
+
+
+def _kept(state: WindowedState | None, k: Array, v: Array, window: Window) -> tuple[tuple[Array, Array], ...]:
+    """Keys and values of the sinks, and of the `size` tokens before these; some of the latter may not be there."""
+    if state is None:
+        near = jnp.zeros((len(k), window.size, *k.shape[2:]), k.dtype)
+        sinks = min(window.sinks, k.shape[1])
+        return (k[:, :sinks], v[:, :sinks]), (near, near.astype(v.dtype))
+    count = state.count[:, None]
+    sink = jnp.arange(window.sinks)  # in its slot, or among the new ones
+    sink = jnp.where(sink < count, sink, window.slots + jnp.minimum(sink - count, k.shape[1] - 1))
+    near = window.slot(jnp.maximum(count - window.size + jnp.arange(window.size), 0))
+    buffer = lambda slots, new: jnp.concatenate([jnp.swapaxes(slots, 1, 2), new.astype(slots.dtype)], 1)  # noqa: E731
+    take = lambda x, index: jnp.take_along_axis(x, index[:, :, None, None], 1)  # noqa: E731
+    every = buffer(state.k, k), buffer(state.v, v)
+    return tuple(tuple(take(x, index) for x in every) for index in (sink, near))
 
 
 def recurrent(

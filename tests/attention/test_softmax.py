@@ -57,6 +57,28 @@ def test_each_sequence_may_have_its_own_place_in_the_cache(window):
     assert cache.index.tolist() == [11, 11]
 
 
+@pytest.mark.parametrize("own_places", [False, True])
+@pytest.mark.parametrize("window", [0, 3])
+def test_a_long_cache_is_read_in_blocks(window, own_places, monkeypatch):
+    """Only those that are written, with padding among the tokens, and a last block that overlaps the one before."""
+    q, k, v = inputs()
+    mask = jnp.ones((2, 11), bool).at[0, 2:5].set(False).at[1, 0].set(False)
+    cache = KVCache.zeros(2, 19, 2, 8, jnp.float32)
+    for low, high in [(0, 6), (6, 11)]:
+        cache = softmax.append(cache, k[:, low:high], v[:, low:high], mask[:, low:high])
+        cache = cache._replace(index=jnp.full(2, high)) if own_places else cache
+        at_once = jax.jit(lambda q, cache: softmax.attend_cache(q, cache, 0.3, window=window))(q[:, low:high], cache)
+        with monkeypatch.context() as patched:
+            patched.setattr(softmax, "CACHE_BLOCK", 4)
+            in_blocks = jax.jit(lambda q, cache: softmax.attend_cache(q, cache, 0.3, window=window))
+            assert " while(" in in_blocks.lower(q[:, low:high], cache).compile().as_text()
+            assert error(in_blocks(q[:, low:high], cache)[mask[:, low:high]], at_once[mask[:, low:high]]) < 1e-5
+    full = cache._replace(index=jnp.full_like(cache.index, 19), valid=jnp.ones((2, 19), bool))
+    at_once = softmax.attend_cache(q, full, 0.3)
+    monkeypatch.setattr(softmax, "CACHE_BLOCK", 4)
+    assert error(softmax.attend_cache(q, full, 0.3), at_once) < 1e-5
+
+
 def test_growing_the_cache_does_not_change_attention():
     q, k, v = inputs()
     cache = softmax.append(KVCache.zeros(2, 11, 2, 8, jnp.float32), k, v)

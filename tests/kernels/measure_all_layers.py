@@ -299,7 +299,7 @@ PARTS = (
 )  # fmt: skip
 
 
-def clocks(name: str, batch: int, length: int, grid: dict = {}) -> dict:
+def clocks(name: str, batch: int, length: int) -> dict:
     """Cycles between the marks of a layer, for the first block, which has a head, and for the last."""
     import jax
     import jax.numpy as jnp
@@ -308,7 +308,7 @@ def clocks(name: str, batch: int, length: int, grid: dict = {}) -> dict:
 
     from t2r.kernels.decoding import all_layers
 
-    model, grid = make(name), all_layers.Grid(**grid)
+    model, grid = make(name), all_layers.Grid()
     graph, arrays, packed, states, x, positions = kernel_inputs(model, batch, length, grid)
 
     @jax.jit

@@ -17,7 +17,8 @@
 // chunks in shared memory, across products, barriers and layers. The memory is never idle while rings have space.
 //
 // The stream has three buffers. Phase p (two for each layer) reads buffer p, adds to p + 1, and sets p + 2 to zero
-// (modulo 3). The residual is one more contribution to the sum: the clusters of the first head add x itself.
+// (modulo 3). The residual is one more contribution to the sum: a cluster that has little else to do adds x itself, in
+// attention the last one, which has fewest heads, in the feed-forward the first, which has fewest units.
 //
 // The parts: layers_plan.cuh, layers_weights.cuh, layers_products.cuh, layers_attention.cuh, and here the course of a
 // layer.
@@ -35,7 +36,8 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
   const Layer& layer = fixed.layers[number];
   const Role role(layer.kind);
   const Vectors& vectors = fixed.vectors[number % 2];
-  const bool has_norm = !NORMS_AFTER || number > 0;
+  const bool has_norm = !NORMS_AFTER || number > 0, adds_residual = role.cluster == CLUSTERS - 1;
+  if (adds_residual && role.heads == 0) add_residual(shared, role, x, to, vectors.attention, has_norm, false);
   for (int i = 0; i < role.heads; i++) {
     const int head = role.head + i * CLUSTERS;
     const HeadVectors& own = vectors.heads[i];
@@ -55,8 +57,10 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
         });
     MARK(number, 3);
     const auto has = [&](int row) { return role.has(row); };
-    if (NORMS_AFTER && head == 0 && has_norm && role.qkv_tiles() == 0) norm_of_rows(fixed, x);
-    if (head == 0) add_residual(shared, role, x, to, vectors.attention, has_norm, has);
+    if (adds_residual && i == 0) {
+      add_residual(shared, role, x, to, vectors.attention, has_norm, role.qkv_tiles() > 0);
+    }
+    weights.load();
     receive(&fixed.qkv_barrier, exchanges.qkv, rank_rows * role.qkv * 4);
     MARK(number, 4);
     if (!is_merged(layer.kind) && !is_cross(layer.kind)) prepare(fixed, role, layer, own);
@@ -79,9 +83,10 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
     send_attended(shared, role);
     const bool moves_state = threadIdx.x == MOVER && !is_softmax(layer.kind);
     if (moves_state && !is_cross(layer.kind)) store_state(shared, layer, role, head);
+    OperandProduct product(weights, role, ATTENDED);
     receive(&fixed.attended_barrier, exchanges.attended, role.rows() * ATTENDED * 2);
     MARK(number, 6);
-    operand_product(shared, weights, role, ATTENDED, vectors.attention.scale, to, has);
+    product.run(shared, vectors.attention.scale, to, has);
     if (moves_state) {
       wait_until_read();
       load_state(shared, number, i + 1);
@@ -94,7 +99,11 @@ void feed_forward(Shared& shared, Weights& weights, const float* x, float* to, i
   Fixed& fixed = shared.fixed;
   const Role role(fixed.layers[number].kind);
   const Vectors& vectors = fixed.vectors[number % 2];
-  if (role.up_tiles() == 0) return;  // there are more clusters than shares
+  const bool adds_residual = role.cluster == 0;
+  if (role.up_tiles() == 0) {  // there are more clusters than shares
+    if (adds_residual) add_residual(shared, role, x, to, vectors.feedforward, true, false);
+    return;
+  }
   const auto& up = vectors.up;
   stream_product(shared, weights, x, role.up_tiles(), true, up.sums, up.bias, up.scale, number, 9,
                  [&](int tile, int row, int output, float4 four) {
@@ -108,27 +117,28 @@ void feed_forward(Shared& shared, Weights& weights, const float* x, float* to, i
   });
   MARK(number, 11);
   constexpr int PIECES = UNIT_TILE / 8;
-  for (int item = threadIdx.x; item < role.up_tiles() * ROWS * PIECES * RANKS; item += THREADS) {
+  for (u32 item = threadIdx.x; item < role.up_tiles() * ROWS * PIECES * RANKS; item += THREADS) {
     const int number = item / RANKS, piece = number % PIECES, row = number / PIECES % ROWS;
     const int tile = role.rank * role.up_tiles() + number / (PIECES * ROWS);  // of the cluster
     if (row >= BATCH) continue;
     send_piece(shared, row, tile * UNIT_TILE + piece * 8, fixed.staged[number], item % RANKS, &fixed.hidden_barrier);
   }
   const auto has = [](int row) { return row < BATCH; };
-  if (role.cluster == CLUSTERS - 1) add_residual(shared, role, x, to, vectors.feedforward, true, has);
+  if (adds_residual) add_residual(shared, role, x, to, vectors.feedforward, true, true);
+  weights.load();
+  OperandProduct product(weights, role, role.units());
   receive(&fixed.hidden_barrier, exchanges.hidden, BATCH * role.units() * 2);
   MARK(number, 12);
-  operand_product(shared, weights, role, role.units(), vectors.feedforward.scale, to, has);
+  product.run(shared, vectors.feedforward.scale, to, has);
 }
 
 // The barrier of all blocks that ends a phase: what they have added to the stream before it can be read after it.
-void sync_blocks(float* work, int phase) {
+void sync_blocks(float* work, int phase, Weights& weights) {
   u32* counters = (u32*)(work + 3 * ROWS * WIDTH);  // one for each rank, each in its own cache line
   sync();
-  if (warp() == 0) {
-    if (lane() == 0) increment(counters + blockIdx.x % RANKS * 32);
-    if (lane() < RANKS) wait_for_count(counters + lane() * 32, (phase + 1) * CLUSTERS);
-  }
+  if (threadIdx.x == 0) increment(counters + blockIdx.x % RANKS * 32);
+  weights.load();
+  if (threadIdx.x < RANKS) wait_for_count(counters + threadIdx.x * 32, (phase + 1) * CLUSTERS);
   sync();
 }
 
@@ -152,26 +162,26 @@ void initialise(Shared& shared, const float* keep, const float* angles, const in
     expect_bytes(&fixed.parts_barrier, PARTS_BYTES);
     for (int i = 0; i < 2; i++) fixed.capacity[i] = capacity[i];
   }
-  for (int i = threadIdx.x; i < ROWS; i += THREADS) fixed.keep[i] = i < BATCH ? keep[i] : 0;
+  for (u32 i = threadIdx.x; i < ROWS; i += THREADS) fixed.keep[i] = i < BATCH ? keep[i] : 0;
   // Inputs that are padding have weights of zero: they must be numbers.
-  for (int i = threadIdx.x; i < OPERAND / 8 * ROWS; i += THREADS) fixed.operand[i] = make_uint4(0, 0, 0, 0);
+  for (u32 i = threadIdx.x; i < OPERAND / 8 * ROWS; i += THREADS) fixed.operand[i] = make_uint4(0, 0, 0, 0);
   if (PADDED) {  // features that no state has are multiplied by zero: they must be numbers
-    for (int i = threadIdx.x; i < RANK_ROWS * S_SIZE; i += THREADS) fixed.S[0][i] = 0;
-    for (int i = threadIdx.x; i < RANK_ROWS * FEATURES; i += THREADS) fixed.z[0][i] = 0;
+    for (u32 i = threadIdx.x; i < RANK_ROWS * S_SIZE; i += THREADS) fixed.S[0][i] = 0;
+    for (u32 i = threadIdx.x; i < RANK_ROWS * FEATURES; i += THREADS) fixed.z[0][i] = 0;
   }
-  for (int i = threadIdx.x; i < LAYERS * BATCH; i += THREADS) {
+  for (u32 i = threadIdx.x; i < LAYERS * BATCH; i += THREADS) {
     const Layer& layer = fixed.layers[i / BATCH];
     const bool counts = layer.kind == WINDOWED || layer.kind == SOFTMAX;
     const int all = is_cross(layer.kind) ? capacity[1] : 0;  // of a source; padding is not valid
     const int index = layer.kind == WINDOWED || OWN_LENGTHS ? i % BATCH : 0;
     fixed.count[i / BATCH][i % BATCH] = counts ? layer.count[index] : all;
   }
-  for (int i = threadIdx.x; i < LAYERS * WARPS; i += THREADS) {
+  for (u32 i = threadIdx.x; i < LAYERS * WARPS; i += THREADS) {
     fixed.chunks[i / WARPS][i % WARPS] = Role(fixed.layers[i / WARPS].kind).chunks(i % WARPS);
   }
   // The cosines and sines of the sequences that this rank has: in softmax layers others than elsewhere.
   constexpr int SIZE = 2 * PAIRS > 0 ? 2 * PAIRS : 1, PLACES = ROTARY_TABLES * RANK_ROWS;
-  for (int i = threadIdx.x; i < 2 * PLACES * 2 * PAIRS; i += THREADS) {
+  for (u32 i = threadIdx.x; i < 2 * PLACES * 2 * PAIRS; i += THREADS) {
     const int table = i / SIZE / RANK_ROWS % ROTARY_TABLES, place = i / SIZE % RANK_ROWS;
     const int row = Role(i / SIZE / PLACES ? LINEAR : SOFTMAX).row(place);
     if (row < BATCH) (&fixed.angles[0][0][0][0][0])[i] = angles[(table * BATCH + row) * SIZE + i % SIZE];
@@ -206,13 +216,16 @@ KERNEL(RANKS, THREADS) decode_step(PARAMETERS) {
     zero_share(stream_buffer(work, phase + 2));
     attention(shared, weights, stream_buffer(work, phase), stream_buffer(work, phase + 1), layer, exchanges);
     MARK(layer, 7);
-    sync_blocks(work, phase++);
+    const bool has_units = Role(fixed.layers[layer].kind).has_units;
+    if (!has_units) weights.end_layer();
+    sync_blocks(work, phase++, weights);
     MARK(layer, 8);
-    if (Role(fixed.layers[layer].kind).has_units) {
+    if (has_units) {
       zero_share(stream_buffer(work, phase + 2));
       feed_forward(shared, weights, stream_buffer(work, phase), stream_buffer(work, phase + 1), layer, exchanges);
       MARK(layer, 13);
-      sync_blocks(work, phase++);
+      weights.end_layer();
+      sync_blocks(work, phase++, weights);
       MARK(layer, 14);
     }
   }

@@ -101,23 +101,13 @@ int quarter() { return lane() % 4; }
 
 constexpr int MAPPED = RANK_ROWS * (QUERIES + 1);  // vectors that φ maps: of each sequence its queries, then a key
 
-// Four of a vector's channels, as inputs of φ. The key is the new one; with a window, the one that leaves it.
-uint2 mapped_channels(const Fixed& fixed, const Role& role, int layer, int kind, int vector, int channel) {
-  const int place = vector / (QUERIES + 1), head = vector % (QUERIES + 1), row = role.row(place);
-  if (vector >= MAPPED || row >= BATCH || (is_cross(kind) && head == QUERIES)) return make_uint2(0, 0);
-  if (HAS_WINDOW && kind == WINDOWED && head == QUERIES) {
-    return *(const uint2*)&fixed.window[place][0][slot_of(fixed.count[layer][row]) * SLOT_WORDS + channel / 2];
-  }
-  return to_bfloats(four_at(fixed.qkv[place] + head * HEAD_DIM + channel));
-}
-
 // φ of all queries, and of the key that enters S and z: the new one, or the one that leaves the window, if one does.
 // Cross attention has no key. By tensor cores: 16 vectors with 8 features, of which thread (g, c) of 8 × 4 has 2c and
 // 2c + 1 of vectors g and g + 8. The order of channels in a sum is free: a thread has four consecutive ones of 16.
 void map_features(Fixed& fixed, const Role& role, int layer, int kind, const HeadVectors& vectors) {
   const auto enters = [&](int row) { return kind == WINDOWED ? leaves(fixed, layer, row) : fixed.keep[row] > 0; };
   if (is_merged(kind)) {
-    for (int item = threadIdx.x; item < MAPPED * FEATURES; item += THREADS) {
+    for (u32 item = threadIdx.x; item < MAPPED * FEATURES; item += THREADS) {
       const int place = item / ((QUERIES + 1) * FEATURES), head = item / FEATURES % (QUERIES + 1), f = item % FEATURES;
       if (role.row(place) >= BATCH) continue;
       const bool is_mapped = head < QUERIES || (!is_cross(kind) && enters(role.row(place)));
@@ -126,14 +116,28 @@ void map_features(Fixed& fixed, const Role& role, int layer, int kind, const Hea
   } else {
     for (int item = warp(); item < (MAPPED + 15) / 16 * (FEATURES / 8); item += WARPS) {
       const int first = item / (FEATURES / 8) * 16 + group(), feature = item % (FEATURES / 8) * 8;
+      const float* x[2];
+      const u32* old[2] = {};  // instead of a key that enters a window, the one that leaves it
+#pragma unroll
+      for (int half = 0; half < 2; half++) {  // vectors that do not exist are others, in vain
+        const int vector = first + 8 * half < MAPPED ? first + 8 * half : 0;
+        const int place = vector / (QUERIES + 1), head = vector % (QUERIES + 1), row = role.row(place);
+        x[half] = fixed.qkv[place] + head * HEAD_DIM + quarter() * 4;
+        if (HAS_WINDOW && kind == WINDOWED && head == QUERIES && row < BATCH) {
+          old[half] = fixed.window[place][0] + slot_of(fixed.count[layer][row]) * SLOT_WORDS + quarter() * 2;
+        }
+      }
       float sums[4] = {};
 #pragma unroll
       for (int step = 0; step < HEAD_DIM / 16; step++) {
-        const int channel = step * 16 + quarter() * 4;
-        const uint2 low = mapped_channels(fixed, role, layer, kind, first, channel);
-        const uint2 high = mapped_channels(fixed, role, layer, kind, first + 8, channel);
-        const u32* map = vectors.map + channel / 2 * FEATURES + feature + group();
-        multiply_add(sums, make_uint4(low.x, high.x, low.y, high.y), map[0], map[FEATURES]);
+        uint2 halves[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          halves[half] = to_bfloats(four_at(x[half] + step * 16));
+          if (HAS_WINDOW && old[half]) halves[half] = *(const uint2*)(old[half] + step * 8);
+        }
+        const u32* map = vectors.map + (step * 8 + quarter() * 2) * FEATURES + feature + group();
+        multiply_add(sums, make_uint4(halves[0].x, halves[1].x, halves[0].y, halves[1].y), map[0], map[FEATURES]);
       }
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -147,7 +151,7 @@ void map_features(Fixed& fixed, const Role& role, int layer, int kind, const Hea
     }
   }
   if (kind == WINDOWED) {
-    for (int item = threadIdx.x; item < RANK_ROWS * HEAD_DIM; item += THREADS) {
+    for (u32 item = threadIdx.x; item < RANK_ROWS * HEAD_DIM; item += THREADS) {
       const int place = item / HEAD_DIM, d = item % HEAD_DIM, row = role.row(place);
       if (row >= BATCH) continue;
       const u32 both = fixed.window[place][1][slot_of(fixed.count[layer][row]) * SLOT_WORDS + d / 2];
@@ -163,42 +167,59 @@ void stage(Fixed& fixed, int place, int query, int d, float4 four) {
 }
 
 // S + φ(k) ⊗ v and z + φ(k), and with them φ(q)·S and φ(q)·z. A warp has 16 columns of S: lanes are 8 parts of the
-// features × 4 columns each. Without a window, the output is their quotient.
+// features × 4 columns each. Without a window, the output is their quotient. All is loaded before anything is stored:
+// the compiler does not know that these are different places.
 void linear_step(Fixed& fixed, const Role& role, int kind) {
+  constexpr int OWN = FEATURES / 8;
   for_each_by_warp(role, HEAD_DIM / 16, [&](int place, int slab) {
-    const int column = slab * 16 + lane() % 4 * 4;
+    const int column = slab * 16 + quarter() * 4;
     const int before_value = (QUERIES + 1) * (is_merged(kind) ? FEATURES : HEAD_DIM);
     const float* value = kind == WINDOWED ? fixed.leaving[place] : fixed.qkv[place] + before_value;
     const float4 v = is_cross(kind) ? make_float4(0, 0, 0, 0) : four_at(value + column);
+    float4 S[OWN];
+    float k[OWN], z[OWN], q[QUERIES][OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+      const int f = group() + 8 * i;
+      S[i] = four_at(&fixed.S[place][f * HEAD_DIM + column]);
+      k[i] = fixed.features[place][QUERIES][f], z[i] = fixed.z[place][f];
+#pragma unroll
+      for (int r = 0; r < QUERIES; r++) q[r][i] = fixed.features[place][r][f];
+    }
     float4 numerator[QUERIES] = {};
     float denominator[QUERIES] = {};
 #pragma unroll
-    for (int f = lane() / 4; f < FEATURES; f += 8) {
-      const float k = fixed.features[place][QUERIES][f], z = fixed.z[place][f] + k;
-      float4& S = four_at(&fixed.S[place][f * HEAD_DIM + column]);
-      const float4 new_S = add(S, k, v);
-      S = new_S;
-      if (slab == 0 && lane() % 4 == 0) fixed.new_z[place][f] = z;
+    for (int i = 0; i < OWN; i++) {
+      S[i] = add(S[i], k[i], v), z[i] += k[i];
 #pragma unroll
       for (int r = 0; r < QUERIES; r++) {
-        const float q = fixed.features[place][r][f];
-        numerator[r] = add(numerator[r], q, new_S);
-        denominator[r] += q * z;
+        numerator[r] = add(numerator[r], q[r][i], S[i]);
+        denominator[r] += q[r][i] * z[i];
       }
+    }
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+      const int f = group() + 8 * i;
+      four_at(&fixed.S[place][f * HEAD_DIM + column]) = S[i];
+      if (slab == 0 && quarter() == 0) fixed.new_z[place][f] = z[i];
     }
 #pragma unroll
     for (int r = 0; r < QUERIES; r++) {
       float4& n = numerator[r];
       n = make_float4(sum_over_lanes(n.x, 4, 16), sum_over_lanes(n.y, 4, 16), sum_over_lanes(n.z, 4, 16),
                       sum_over_lanes(n.w, 4, 16));
-      const float d = sum_over_lanes(denominator[r], 4, 16);
-      if (lane() >= 4) continue;
+      denominator[r] = sum_over_lanes(denominator[r], 4, 16);
+    }
+    if (lane() >= 4) return;
+#pragma unroll
+    for (int r = 0; r < QUERIES; r++) {
+      const float d = denominator[r];
       if (kind == WINDOWED) {
-        four_at(&fixed.distant[place][r][column]) = n;
+        four_at(&fixed.distant[place][r][column]) = numerator[r];
         if (slab == 0 && lane() == 0) fixed.distant[place][r][HEAD_DIM] = d;
       } else {
         const float normaliser = NORMALIZER_CLAMPS ? fmaxf(d, NORMALIZER_VALUE) : d + NORMALIZER_VALUE;
-        stage(fixed, place, r, column, scaled(n, 1 / normaliser));
+        stage(fixed, place, r, column, scaled(numerator[r], 1 / normaliser));
       }
     }
   });
@@ -206,7 +227,7 @@ void linear_step(Fixed& fixed, const Role& role, int kind) {
 
 // The new key and value take their slot of the window, in shared and in global memory.
 void enter_window(Fixed& fixed, const Role& role, const Layer& layer, int number, int head) {
-  for (int item = threadIdx.x; item < RANK_ROWS * 2 * SLOT_WORDS; item += THREADS) {
+  for (u32 item = threadIdx.x; item < RANK_ROWS * 2 * SLOT_WORDS; item += THREADS) {
     const int place = item / (2 * SLOT_WORDS), row = role.row(place);
     const int which = item / SLOT_WORDS % 2, word = item % SLOT_WORDS;  // of the key, or of the value
     if (row >= BATCH || fixed.keep[row] == 0) continue;
@@ -466,7 +487,7 @@ void softmax_attention(Shared& shared, const Role& role, const Layer& layer, int
       attend_to_cache(fixed, role, layer, number, head, place, first);
       sync();
       const int stride = sizeof(fixed.partial[0]) / 4;
-      for (int item = threadIdx.x; item < QUERIES_AT_ONCE * QUARTERS; item += THREADS) {
+      for (u32 item = threadIdx.x; item < QUERIES_AT_ONCE * QUARTERS; item += THREADS) {
         const int r = item / QUARTERS, d = item % QUARTERS * 4;
         if (first + r >= QUERIES) continue;
         const float* parts = (const float*)fixed.partial[0] + r * PART;
@@ -482,14 +503,14 @@ void softmax_attention(Shared& shared, const Role& role, const Layer& layer, int
     if (SPLITS > 1 && role.owns(place)) {
       wait_for_sends(&fixed.parts_barrier, exchanges++ % 2);
       if (threadIdx.x == 0) expect_bytes(&fixed.parts_barrier, PARTS_BYTES);
-      for (int item = threadIdx.x; item < QUERIES * HEAD_DIM / 4; item += THREADS) {
+      for (u32 item = threadIdx.x; item < QUERIES * HEAD_DIM / 4; item += THREADS) {
         const int r = item / (HEAD_DIM / 4), d = item % (HEAD_DIM / 4) * 4;
         stage(fixed, place, r, d, merge(fixed.parts[0][r], SPLITS, QUERIES * PART, d, false));
       }
     }
     const int count = fixed.count[number][row], capacity = fixed.capacity[0];
     if (role.owns(place) && !is_cross(layer.kind) && count < capacity) {  // the new key and value; is it a real token?
-      for (int item = threadIdx.x; item < 2 * SLOT_WORDS; item += THREADS) {
+      for (u32 item = threadIdx.x; item < 2 * SLOT_WORDS; item += THREADS) {
         const float* x = fixed.qkv[place] + (QUERIES + item / SLOT_WORDS) * HEAD_DIM + item % SLOT_WORDS * 2;
         u32* to = (item < SLOT_WORDS ? layer.k : layer.v) + (u64)(row * KV_HEADS + head) * capacity * SLOT_WORDS;
         to[(u64)count * SLOT_WORDS + item % SLOT_WORDS] = to_bfloats(x[0], x[1]);
@@ -502,7 +523,7 @@ void softmax_attention(Shared& shared, const Role& role, const Layer& layer, int
 
 void send_attended(Shared& shared, const Role& role) {
   constexpr int PIECES = ATTENDED / 8;
-  for (int item = threadIdx.x; item < RANK_ROWS * PIECES * RANKS; item += THREADS) {
+  for (u32 item = threadIdx.x; item < RANK_ROWS * PIECES * RANKS; item += THREADS) {
     const int place = item / (PIECES * RANKS), piece = item / RANKS % PIECES;
     if (!role.owns(place)) continue;
     send_piece(shared, role.row(place), piece * 8, shared.fixed.staged[place * PIECES + piece], item % RANKS,

@@ -174,14 +174,19 @@ struct Fixed {
   u64 vector_barrier[2], state_barrier, qkv_barrier, parts_barrier, attended_barrier, hidden_barrier;
 };
 
-// Each warp has a ring of chunks of weights.
-constexpr int RING_BYTES = WARPS * (CHUNK * (int)sizeof(Fragment) + 8);  // of one slot of each warp, with its barrier
-constexpr int FITTING_SLOTS = (SHARED_MEMORY - (int)sizeof(Fixed) - 256) / RING_BYTES;
+// Each warp has a ring of weights. Where it has few chunks of a layer, a slot of the ring has several.
+constexpr int MOST_CHUNKS = (MOST_HEADS * MOST_QKV_TILES + MOST_UP_TILES) * STREAM_CHUNKS +
+                            share(MOST_STREAM_TILES, 0, WARPS) *
+                                (MOST_HEADS * operand_chunks(ATTENDED) + operand_chunks(MOST_UNITS));
+constexpr int FITTING_CHUNKS =
+    (SHARED_MEMORY - (int)sizeof(Fixed) - 256) / (WARPS * (CHUNK * (int)sizeof(Fragment) + 8));
+constexpr int SLOT_CHUNKS = MOST_CHUNKS <= 12 && FITTING_CHUNKS >= 6 ? 3 : MOST_CHUNKS <= 12 && FITTING_CHUNKS >= 4 ? 2 : 1;
+constexpr int FITTING_SLOTS = FITTING_CHUNKS / SLOT_CHUNKS;
 constexpr int SLOTS = FITTING_SLOTS < MOST_SLOTS ? FITTING_SLOTS : MOST_SLOTS;
 static_assert(SLOTS >= 2, "too large for shared memory");
 
 struct Shared {
-  alignas(128) Fragment ring[WARPS][SLOTS * CHUNK];
+  alignas(128) Fragment ring[WARPS][SLOTS * SLOT_CHUNKS * CHUNK];
   Fixed fixed;
   u64 loaded[WARPS][SLOTS];
 };

@@ -31,11 +31,11 @@ float4 four_outputs(const Sums& sums, int group, int half) {  // of the thread's
 
 // The residual stream in global memory: 16 channels of each row, then the next 16.
 
-int stream_index(int row, int channel) { return (channel / 16 * ROWS + row) * 16 + channel % 16; }
+int stream_index(int row, int tile, int output) { return (tile * ROWS + row) * 16 + output; }
 float* stream_buffer(float* work, int phase) { return work + phase % 3 * ROWS * WIDTH; }
 
 void zero_share(float* buffer) {  // each block a share of it
-  for (int i = blockIdx.x * THREADS + threadIdx.x; i < ROWS * WIDTH / 4; i += BLOCKS * THREADS) {
+  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < ROWS * WIDTH / 4; i += BLOCKS * THREADS) {
     ((float4*)buffer)[i] = make_float4(0, 0, 0, 0);
   }
 }
@@ -50,6 +50,7 @@ struct Moments { float sum[GROUPS][2] = {}, squares[GROUPS][2] = {}; };  // of a
 // A round of this warp's channels, as operands of tensor cores.
 void read_stream(const float* x, int warp, int round, uint4 (&operands)[ROUND_STEPS][GROUPS], Moments& moments) {
   constexpr int AHEAD = ROUND_STEPS * GROUPS < 8 ? ROUND_STEPS : 8 / GROUPS;  // steps that are loaded at once
+  const float* own = x + stream_index(lane() / 4, warp, lane() % 4 * 4);
 #pragma unroll
   for (int step0 = 0; step0 < ROUND_STEPS; step0 += AHEAD) {
     float4 loaded[AHEAD][GROUPS][2];
@@ -57,9 +58,10 @@ void read_stream(const float* x, int warp, int round, uint4 (&operands)[ROUND_ST
     for (int ahead = 0; ahead < AHEAD && step0 + ahead < ROUND_STEPS; ahead++)
 #pragma unroll
       for (int i = 0; i < 2 * GROUPS; i++) {
-        const int step = warp + (round * ROUND_STEPS + step0 + ahead) * WARPS, row = lane() / 4 + 8 * i;
-        const float* four = x + stream_index(row, step * 16 + lane() % 4 * 4);
-        loaded[ahead][i / 2][i % 2] = step < STEPS && row < BATCH ? load_global(four) : make_float4(0, 0, 0, 0);
+        const int number = round * ROUND_STEPS + step0 + ahead, row = lane() / 4 + 8 * i;
+        const bool exists = warp + number * WARPS < STEPS && row < BATCH;
+        const float* four = own + stream_index(8 * i, number * WARPS, 0);
+        loaded[ahead][i / 2][i % 2] = exists ? load_global(four) : make_float4(0, 0, 0, 0);
       }
 #pragma unroll
     for (int ahead = 0; ahead < AHEAD && step0 + ahead < ROUND_STEPS; ahead++)
@@ -123,7 +125,7 @@ void stream_product(Shared& shared, Weights& weights, const float* x, int tiles,
       }
     }
     sync();
-    for (int item = threadIdx.x; item < count * ROWS * 4; item += THREADS) {
+    for (u32 item = threadIdx.x; item < count * ROWS * 4; item += THREADS) {
       const int tile = first + item / (ROWS * 4), row = item / 4 % ROWS, output = item % 4 * 4;
       if (row >= BATCH) continue;
       float4 total = make_float4(0, 0, 0, 0);
@@ -148,50 +150,59 @@ void stream_product(Shared& shared, Weights& weights, const float* x, int tiles,
 }
 
 // The second product: of `operand`, for this rank's channels of the stream; each warp has every WARPS-th tile of them.
-// Adds the result to buffer `to` for the rows that `has` accepts.
+// Adds the result to buffer `to` for the rows that `has` accepts. The first weights are read before the operand arrives.
 
-template <typename Has>
-void operand_product(Shared& shared, Weights& weights, const Role& role, int inputs, const float* scale, float* to,
-                     Has has) {
-  const int own_tiles = share(role.stream_tiles(), weights.warp, WARPS), chunks = operand_chunks(inputs);
-  if (own_tiles == 0) return;
-  int left = own_tiles * chunks;
-  Chunk now = weights.read();
+struct OperandProduct {
+  Weights& weights;
+  const Role& role;
+  const int chunks;  // of each tile
+  int left;          // to read, of all tiles
+  Chunk now;
+
+  OperandProduct(Weights& weights, const Role& role, int inputs)
+      : weights(weights), role(role), chunks(operand_chunks(inputs)),
+        left(share(role.stream_tiles(), weights.warp, WARPS) * chunks) {
+    if (left > 0) now = weights.read();
+  }
+
+  template <typename Has>
+  void run(Shared& shared, const float* scale, float* to, Has has) {
 #pragma unroll 1
-  for (int tile = weights.warp; tile < role.stream_tiles(); tile += WARPS) {
-    const uint2* operand = (const uint2*)shared.fixed.operand + lane();  // thread (a, b) has rows a and a + 8
-    Sums sums = {};
+    for (int tile = weights.warp; tile < role.stream_tiles(); tile += WARPS) {
+      const uint2* operand = (const uint2*)shared.fixed.operand + lane();  // thread (a, b) has rows a and a + 8
+      Sums sums = {};
 #pragma unroll 1
-    for (int chunk = 0; chunk < chunks; chunk++, operand += CHUNK_TILES * ROWS * 4) {
-      uint4 x[CHUNK_TILES][GROUPS];
+      for (int chunk = 0; chunk < chunks; chunk++, operand += CHUNK_TILES * ROWS * 4) {
+        uint4 x[CHUNK_TILES][GROUPS];
 #pragma unroll
-      for (int i = 0; i < CHUNK_TILES * GROUPS; i++) {
-        const uint2* low = operand + (i / GROUPS * ROWS + i % GROUPS * 16) * 4;
-        x[i / GROUPS][i % GROUPS] = make_uint4(low[0].x, low[32].x, low[0].y, low[32].y);
+        for (int i = 0; i < CHUNK_TILES * GROUPS; i++) {
+          const uint2* low = operand + (i / GROUPS * ROWS + i % GROUPS * 16) * 4;
+          x[i / GROUPS][i % GROUPS] = make_uint4(low[0].x, low[32].x, low[0].y, low[32].y);
+        }
+        Chunk after = now;
+        if (--left > 0) after = weights.read();
+        multiply_chunk(sums, x, now);
+        weights.release();
+        now = after;
       }
-      Chunk after = now;
-      if (--left > 0) after = weights.read();
-      multiply_chunk(sums, x, now);
-      weights.release();
-      now = after;
-    }
-    const int output = lane() % 4 * 4, channel = (role.rank + tile * RANKS) * 16 + output;
+      const int output = lane() % 4 * 4;
 #pragma unroll
-    for (int j = 0; j < 2 * GROUPS; j++) {
-      float4 four = four_outputs(sums, j / 2, j % 2);
-      const int row = lane() / 4 + 8 * j;
-      if (INT8) four = multiplied(four, four_at(scale + tile * 16 + output));
-      if (has(row)) atomic_add(to + stream_index(row, channel), four);
+      for (int j = 0; j < 2 * GROUPS; j++) {
+        float4 four = four_outputs(sums, j / 2, j % 2);
+        const int row = lane() / 4 + 8 * j;
+        if (INT8) four = multiplied(four, four_at(scale + tile * 16 + output));
+        if (has(row)) atomic_add(to + stream_index(row, role.rank + tile * RANKS, output), four);
+      }
     }
   }
-}
+};
 
 // Mean and 1 / deviation of each row, for a rank that has no outputs of the first product.
 void norm_of_rows(Fixed& fixed, const float* x) {
   for (int row = threadIdx.x / 32; row < BATCH; row += WARPS) {
     float sum = 0, squares = 0;
     for (int channel = threadIdx.x % 32 * 4; channel < WIDTH; channel += 128) {
-      const float4 four = load_global(x + stream_index(row, channel));
+      const float4 four = load_global(x + stream_index(row, channel / 16, channel % 16));
       sum += (four.x + four.y) + (four.z + four.w);
       squares += (four.x * four.x + four.y * four.y) + (four.z * four.z + four.w * four.w);
     }
@@ -205,13 +216,13 @@ void norm_of_rows(Fixed& fixed, const float* x) {
 }
 
 // Adds x, with norms after its norm, and the branch's bias: what the sum over all clusters has once.
-template <typename Has>
 void add_residual(Shared& shared, const Role& role, const float* x, float* to, const Residual& residual, bool has_norm,
-                  Has has) {
-  for (int item = threadIdx.x; item < role.stream_tiles() * ROWS * 4; item += THREADS) {
+                  bool norm_is_known) {
+  if (NORMS_AFTER && has_norm && !norm_is_known) norm_of_rows(shared.fixed, x);
+  for (u32 item = threadIdx.x; item < role.stream_tiles() * ROWS * 4; item += THREADS) {
     const int tile = item / (ROWS * 4), row = item / 4 % ROWS, output = item % 4 * 4, vector = tile * 16 + output;
-    if (!has(row)) continue;
-    const int index = stream_index(row, (role.rank + tile * RANKS) * 16 + output);
+    if (row >= BATCH) continue;
+    const int index = stream_index(row, role.rank + tile * RANKS, output);
     float4 four = load_global(x + index);
     if (NORMS_AFTER && has_norm) {
       const float2 norm = shared.fixed.norm[row];

@@ -2,7 +2,8 @@
 //
 // Each warp has its own: a sequence of chunks of CHUNK_TILES tiles, in the order in which it reads them. It loads them
 // into its ring, and loads the next one over each that it has read, across products, barriers and layers. So no warp waits
-// for another one's. A chunk is of one output tile: what a product reads is padded to whole chunks by tiles of zeros, so
+// for another one's. A slot of the ring is loaded at once; it has several chunks, where layers are small, because to wait
+// for a slot and to start a copy takes about as long as to multiply a chunk. A chunk is of one output tile: what a product reads is padded to whole chunks by tiles of zeros, so
 // that a thread knows where each tile is, and multiplies them without any branch.
 
 #if INT8
@@ -29,8 +30,9 @@ struct Weights {
   u64* const loaded = shared.loaded[warp];  // a barrier for each slot of the ring
   const Fragment* next;                     // chunk to load
   int layer = -1, chunks = 0;               // that is loaded now; chunks of it that are left
-  int slot = 0, parity = 0;                 // that is read next, and of its barrier
   int free = 0;                             // slot that is loaded next
+  int slot = 0, parity = 0, place = 0;      // that is read next: of its barrier, and the chunk's place in it
+  int released = 0, empty = 0;              // chunks of the first slot that is in use; slots before it to load
 
   Weights(Shared& shared) : shared(shared) {
 #pragma unroll 1
@@ -44,26 +46,51 @@ struct Weights {
       next = own.weights + (u64)((blockIdx.x * WARPS + warp) * own.chunks) * CHUNK;
     }
     if (chunks == 0) return;  // all are loaded
+    const int count = chunks < SLOT_CHUNKS ? chunks : SLOT_CHUNKS;
     if (lane() == 0) {
-      expect_bytes(&loaded[free], CHUNK * sizeof(Fragment));
-      load_async(ring + free * CHUNK, next, CHUNK * sizeof(Fragment), &loaded[free]);
+      expect_bytes(&loaded[free], count * CHUNK * sizeof(Fragment));
+      load_async(ring + free * SLOT_CHUNKS * CHUNK, next, count * CHUNK * sizeof(Fragment), &loaded[free]);
     }
-    next += CHUNK, chunks--;
+    next += count * CHUNK, chunks -= count;
     free = free + 1 < SLOTS ? free + 1 : 0;
   }
 
   Chunk read() {
-    wait_for_loads(&loaded[slot], parity);
-    const Fragment* own = ring + slot * CHUNK + lane();
+    if (place == 0) {
+      load();  // the slot may be one of these
+      wait_for_loads(&loaded[slot], parity);
+    }
+    const Fragment* own = ring + (slot * SLOT_CHUNKS + place) * CHUNK + lane();
     Chunk chunk;
 #pragma unroll
     for (int i = 0; i < CHUNK_TILES; i++) chunk.tiles[i] = own[i * 32];
-    if (++slot == SLOTS) slot = 0, parity ^= 1;
+    if (++place == SLOT_CHUNKS) next_slot();
     return chunk;
   }
 
-  void release() {  // the first chunk that was read and not released: its weights have been multiplied
-    __syncwarp();
-    load_next();
+  void next_slot() {
+    place = 0;
+    if (++slot == SLOTS) slot = 0, parity ^= 1;
+  }
+
+  void release() {  // the first chunk that was read and not released
+    if (++released < SLOT_CHUNKS) return;
+    released = 0, empty++;
+    if (SLOT_CHUNKS == 1) load();  // a large layer: memory must not be idle
+  }
+
+  // Starts to load over what was released: where the block waits for others, because it takes some time itself.
+  void load() {
+#pragma unroll 1
+    for (; empty > 0; empty--) {
+      __syncwarp();
+      load_next();
+    }
+  }
+
+  void end_layer() {  // its last slot may not be full
+    if (released == 0) return;
+    released = 0, empty++;
+    next_slot();
   }
 };
