@@ -268,7 +268,7 @@ def kernel_micros(model, batch: int, length: int, grid=None, rounds: int = 200) 
 
     from t2r.kernels.decoding import all_layers
 
-    grid = grid or all_layers.Grid()
+    grid = grid or all_layers.grid_for(model)
     graph, arrays, packed, states, x, positions = kernel_inputs(model, batch, length, grid)
     keep = jnp.ones(batch, bool)
 
@@ -308,7 +308,8 @@ def clocks(name: str, batch: int, length: int) -> dict:
 
     from t2r.kernels.decoding import all_layers
 
-    model, grid = make(name), all_layers.Grid()
+    model = make(name)
+    grid = all_layers.grid_for(model)
     graph, arrays, packed, states, x, positions = kernel_inputs(model, batch, length, grid)
 
     @jax.jit

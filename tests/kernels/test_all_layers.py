@@ -207,6 +207,12 @@ def test_beams_of_a_translation_lower_for_gpus():
     assert text.count("#stablehlo.output_operand_alias") == 1 + 2 * 2  # the stream, and S and z of two layers
 
 
+def test_no_cluster_has_two_heads_if_it_can_be_avoided():
+    heads = {kv_heads: support.grid_for(abstract_model(micro(**dict(LLAMA, heads=kv_heads, kv_heads=kv_heads))))
+             for kv_heads in (3, 15, 16, 30, 31)}  # fmt: skip
+    assert [(grid.clusters, grid.ranks) for grid in heads.values()] == [(15, 8), (15, 8), (30, 4), (30, 4), (15, 8)]
+
+
 def test_which_models_are_supported():
     for fields, *_ in CASES.values():
         assert not support.all_layers_problems(abstract_model(micro(**fields)))
@@ -224,7 +230,7 @@ def test_which_models_are_supported():
 
 
 def test_it_runs_on_hopper_in_bfloat16(monkeypatch):
-    monkeypatch.setattr(cuda, "clusters_at_once", lambda *sizes: support.ALL_LAYERS_CLUSTERS)
+    monkeypatch.setattr(cuda, "clusters_at_once", lambda *sizes: 2 * support.CLUSTERS)
     half = dict(LLAMA, attention=(T2R,), dtype="bfloat16")
     hopper, ampere = Device("gpu", "NVIDIA H200", (9, 0)), Device("gpu", "NVIDIA A100", (8, 0))
     assert support.all_layers_available(abstract_model(micro(**half)), 32, hopper)

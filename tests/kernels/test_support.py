@@ -41,7 +41,7 @@ def test_gpu_kernels_run_on_what_they_were_written_for(device, auto, on):
 
 def test_matrices_in_8_bits_have_the_kernel_that_takes_them(monkeypatch):
     """Not those that would read a rounded copy in bfloat16, which is not smaller."""
-    monkeypatch.setattr(decoding.cuda, "clusters_at_once", lambda *sizes: decoding.ALL_LAYERS_CLUSTERS)
+    monkeypatch.setattr(decoding.cuda, "clusters_at_once", lambda *sizes: 2 * decoding.CLUSTERS)
     monkeypatch.setattr(decoding, "this_device", lambda: H200)
     sizes = dict(width=256, heads=2, head_dim=128, feedforward=1024, attention=(AttentionSpec("merged", "t2r", 32),))
     model = abstract_model(micro(**sizes, dtype="bfloat16", adaptive_cutoffs=()))

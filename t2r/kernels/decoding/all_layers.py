@@ -28,13 +28,13 @@ from t2r.kernels.decoding.layers_packing import (
     ROUND_OPERANDS,
     TILE,
     WARPS,
-    Grid,
     PackedLayers,
     Sizes,
     features_of,
     kernel_layers,
     tile_order,
 )
+from t2r.kernels.decoding.support import Grid, grid_for
 
 THREADS = 32 * WARPS
 COUNTER_STRIDE = 32  # each rank's counter has a cache line of its own: 32 values of 4 bytes
@@ -51,7 +51,7 @@ def run(
     keep: Bool[Array, "b"],
     positions: Int[Array, "b"],
     model: Any,
-    grid: Grid = Grid(),
+    grid: Grid | None = None,
     *,
     sources: tuple[Any, ...] = (),
     clocks: bool = False,
@@ -61,6 +61,7 @@ def run(
     `sources` are the states of cross attention; consecutive sequences may share a source. With `clocks` also the times
     of each block in each layer, at the points MARK of all_layers.cu.
     """
+    grid = grid or grid_for(model)
     source_count = len(sources[0][0]) if sources else None
     options = dict(source_count=source_count, own_lengths=have_own_lengths(states), clocks=clocks)
     kernel = compile_for(definitions(model, len(x), grid, **options))
@@ -190,7 +191,7 @@ def rotary_angles(model: Any, positions: Int[Array, "b"]) -> Float[Array, "table
 def definitions(
     model: Any,
     batch: int,
-    grid: Grid = Grid(),
+    grid: Grid | None = None,
     *,
     source_count: int | None = None,
     own_lengths: bool = False,
@@ -201,6 +202,7 @@ def definitions(
     The sequences of a batch share `source_count` sources; None: each has its own. Updated arrays are parameters twice,
     as XLA passes inputs and outputs; as they are aliased, both are the same.
     """
+    grid = grid or grid_for(model)
     config, sizes = model.config, Sizes.of(model, batch, grid)
     layers, tables = kernel_layers(model), rotaries(model)
     attentions = [layer.attention for layer in layers]

@@ -16,26 +16,13 @@ from jaxtyping import Array, Float, Int, Num
 
 from t2r.integers import quantise
 from t2r.kernels.decoding.matrices import Matrix, fold_norm, matrix_of
-from t2r.kernels.decoding.support import ALL_LAYERS_CLUSTERS, RANKS, SHARED_MEMORY, cross_attention, in_8_bits
+from t2r.kernels.decoding.support import Grid, cross_attention, grid_for, in_8_bits
 
 WARPS = 8  # of a block
 TILE = 16  # outputs and inputs of a tile
 MOST_CHUNK_TILES = 8  # of a chunk, which is loaded at once
 REDUCED = 4  # tiles whose sums are added up at once
 ROUND_OPERANDS = 32  # 16 channels of 16 sequences each: those that a thread has registers for
-
-
-class Grid(NamedTuple):
-    """How many thread blocks run, and how much shared memory each has."""
-
-    clusters: int = ALL_LAYERS_CLUSTERS
-    ranks: int = RANKS  # blocks of a cluster
-    memory: int = SHARED_MEMORY
-    slots: int = 64  # of a warp's ring of weights, at most
-
-    @property
-    def blocks(self) -> int:
-        return self.clusters * self.ranks
 
 
 class PackedLayers(NamedTuple):
@@ -236,9 +223,9 @@ class LayerMatrices(NamedTuple):
     down: RoundedMatrix | None
 
 
-def pack(model: Any, batch: int, grid: Grid = Grid()) -> PackedLayers:
+def pack(model: Any, batch: int, grid: Grid | None = None) -> PackedLayers:
     """A copy of all layers' weights for batches of this size."""
-    sizes = Sizes.of(model, batch, grid)
+    sizes = Sizes.of(model, batch, grid or grid_for(model))
     tiles, vectors, norms_after = [], [], model.config.norm_placement == "after"
     for layer in kernel_layers(model):
         matrices = layer_matrices(layer, sizes)

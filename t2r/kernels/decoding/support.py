@@ -1,7 +1,7 @@
 """Which models and GPUs have decoding kernels, and the sizes these are written for. Does not import Pallas."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from t2r.console import say
 from t2r.kernels.decoding import cuda
@@ -26,14 +26,33 @@ ONE_KERNEL_SIZES = (1024, 8, 128, 4096)  # width, heads, head_dim, feedforward o
 ONE_KERNEL_LAYERS = 64  # at most; each adds four pointers to the kernel's parameters
 
 
-# The kernel of all layers for many architectures, `all_layers.cu`; also in clusters of RANKS blocks.
-ALL_LAYERS_CLUSTERS = 15
+# The kernel of all layers for many architectures, `all_layers.cu`; also in clusters of blocks.
 ALL_LAYERS_THREADS = 256
 ALL_LAYERS_SEQUENCES = 32  # in a batch, at most
 # Where it is used without being asked for (results/NOTES.md): it was measured to be faster than XLA with layers of 7 MB
 # and of 121 MB; and with 4 softmax layers of 30, not with more.
 FASTER_LAYER_BYTES = 128 * 2**20
 FASTER_SOFTMAX_SHARE = 1 / 4
+
+
+class Grid(NamedTuple):
+    """How many thread blocks of the kernel of all layers run, and how much shared memory each has."""
+
+    clusters: int = CLUSTERS
+    ranks: int = RANKS  # blocks of a cluster
+    memory: int = SHARED_MEMORY
+    slots: int = 64  # of a warp's ring of weights, at most
+
+    @property
+    def blocks(self) -> int:
+        return self.clusters * self.ranks
+
+
+def grid_for(model: Any) -> Grid:
+    """More and smaller clusters where there are more heads than clusters: none should compute two, one by one."""
+    grid = Grid()
+    smaller = Grid(2 * grid.clusters, grid.ranks // 2)
+    return smaller if grid.clusters < model.config.kv_heads <= smaller.clusters else grid
 
 
 def cross_attention(block: Any) -> Any:
@@ -147,7 +166,8 @@ def all_layers_available(model: Any, batch: int, device: Device | None = None) -
         problems.append(f"it computes in {config.dtype}, not in bfloat16")
     if not is_one_device():
         problems.append("it is on several devices")
-    if not problems and cuda.clusters_at_once(RANKS, ALL_LAYERS_THREADS, SHARED_MEMORY) < ALL_LAYERS_CLUSTERS:
+    grid = grid_for(model)
+    if not problems and cuda.clusters_at_once(grid.ranks, ALL_LAYERS_THREADS, grid.memory) < grid.clusters:
         problems.append("NVRTC is missing or newer than the driver, or the GPU runs too few blocks at once")
     if problems:
         _say_once(f"decoding this model without kernels: {', '.join(problems)}")
