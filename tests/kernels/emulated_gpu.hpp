@@ -8,8 +8,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -55,8 +53,6 @@ struct Thread {
   Index block, thread;
   bool ended = false;
   long exchanges = 0;
-  std::vector<std::function<void()>> copies;              // that were started
-  std::deque<std::vector<std::function<void()>>> groups;  // and committed, but not waited for
 };
 
 static std::vector<Block> blocks;
@@ -199,20 +195,9 @@ inline void load_async(void* to, const void* from, u32 bytes, u64* barrier) {
   arrive(emulated(barrier), bytes);
 }
 
-// Copies of a thread happen as late as they may: when it waits for them.
-template <typename Type>
-void copy_async(Type* to, const Type* from) {
-  current->copies.push_back([=] { *to = *from; });
-}
-inline void commit_copies() {
-  current->groups.push_back(std::move(current->copies));
-  current->copies.clear();
-}
-template <int PENDING>
-void wait_for_copies() {
-  for (; current->groups.size() > PENDING; current->groups.pop_front()) {
-    for (const auto& copy : current->groups.front()) copy();
-  }
+inline volatile char touched;
+inline void prefetch_bulk(const void* from, u32 bytes) {  // what is not there may not be touched
+  touched = ((const char*)from)[0] + ((const char*)from)[bytes - 1];
 }
 
 inline void fence_before_store() {}

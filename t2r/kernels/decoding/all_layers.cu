@@ -38,6 +38,7 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
   const Vectors& vectors = fixed.vectors[number % 2];
   const bool has_norm = !NORMS_AFTER || number > 0, adds_residual = role.cluster == CLUSTERS - 1;
   if (adds_residual && role.heads == 0) add_residual(shared, role, x, to, vectors.attention, has_norm, false);
+  if (role.heads == 0) weights.load();
   for (int i = 0; i < role.heads; i++) {
     const int head = role.head + i * CLUSTERS;
     const HeadVectors& own = vectors.heads[i];
@@ -133,11 +134,10 @@ void feed_forward(Shared& shared, Weights& weights, const float* x, float* to, i
 }
 
 // The barrier of all blocks that ends a phase: what they have added to the stream before it can be read after it.
-void sync_blocks(float* work, int phase, Weights& weights) {
+void sync_blocks(float* work, int phase) {
   u32* counters = (u32*)(work + 3 * ROWS * WIDTH);  // one for each rank, each in its own cache line
   sync();
   if (threadIdx.x == 0) increment(counters + blockIdx.x % RANKS * 32);
-  weights.load();
   if (threadIdx.x < RANKS) wait_for_count(counters + threadIdx.x * 32, (phase + 1) * CLUSTERS);
   sync();
 }
@@ -218,14 +218,14 @@ KERNEL(RANKS, THREADS) decode_step(PARAMETERS) {
     MARK(layer, 7);
     const bool has_units = Role(fixed.layers[layer].kind).has_units;
     if (!has_units) weights.end_layer();
-    sync_blocks(work, phase++, weights);
+    sync_blocks(work, phase++);
     MARK(layer, 8);
     if (has_units) {
       zero_share(stream_buffer(work, phase + 2));
       feed_forward(shared, weights, stream_buffer(work, phase), stream_buffer(work, phase + 1), layer, exchanges);
       MARK(layer, 13);
       weights.end_layer();
-      sync_blocks(work, phase++, weights);
+      sync_blocks(work, phase++);
       MARK(layer, 14);
     }
   }

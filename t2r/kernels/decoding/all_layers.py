@@ -244,6 +244,7 @@ def definitions(
         RANKS=grid.ranks,
         SHARED_MEMORY=grid.memory,
         MOST_SLOTS=grid.slots,
+        PREFETCHED=grid.prefetched,
         INT8=int(sizes.int8),
         CHUNK_TILES=sizes.chunk_tiles,
         REDUCED=REDUCED,

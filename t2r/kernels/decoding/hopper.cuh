@@ -87,21 +87,8 @@ void load_async(void* to, const void* from, u32 bytes, u64* barrier) {
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
-// Copies that each thread starts and waits for itself, in groups: until only the last PENDING groups may be unfinished.
-
-void copy_async(uint4* to, const uint4* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-
-void copy_async(uint2* to, const uint2* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-
-void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int PENDING>
-void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+void prefetch_bulk(const void* from, u32 bytes) {  // into L2
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 // Asynchronous stores to global memory. Threads that have written the data call the fence; then one thread stores it,

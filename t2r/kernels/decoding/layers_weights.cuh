@@ -44,6 +44,7 @@ struct Weights {
       const Layer& own = shared.fixed.layers[++layer];
       chunks = shared.fixed.chunks[layer][warp];
       next = own.weights + (u64)((blockIdx.x * WARPS + warp) * own.chunks) * CHUNK;
+      prefetch(next, chunks < PREFETCHED ? chunks : PREFETCHED);
     }
     if (chunks == 0) return;  // all are loaded
     const int count = chunks < SLOT_CHUNKS ? chunks : SLOT_CHUNKS;
@@ -52,7 +53,13 @@ struct Weights {
       load_async(ring + free * SLOT_CHUNKS * CHUNK, next, count * CHUNK * sizeof(Fragment), &loaded[free]);
     }
     next += count * CHUNK, chunks -= count;
+    const int ahead = chunks - PREFETCHED + count;  // of those just loaded, for so many there is one PREFETCHED later
+    if (ahead > 0) prefetch(next + (PREFETCHED - count) * CHUNK, ahead < count ? ahead : count);
     free = free + 1 < SLOTS ? free + 1 : 0;
+  }
+
+  void prefetch(const Fragment* from, int count) {  // into L2: while blocks wait for each other, memory need not
+    if (PREFETCHED > 0 && lane() == 0 && count > 0) prefetch_bulk(from, count * CHUNK * sizeof(Fragment));
   }
 
   Chunk read() {
@@ -79,7 +86,8 @@ struct Weights {
     if (SLOT_CHUNKS == 1) load();  // a large layer: memory must not be idle
   }
 
-  // Starts to load over what was released: where the block waits for others, because it takes some time itself.
+  // Starts to load over what was released. That takes some time, and what is read from global memory just after it waits
+  // behind it: so it is called where a block waits for messages, not before a barrier of all blocks.
   void load() {
 #pragma unroll 1
     for (; empty > 0; empty--) {

@@ -42,6 +42,7 @@ class Grid(NamedTuple):
     ranks: int = RANKS  # blocks of a cluster
     memory: int = SHARED_MEMORY
     slots: int = 64  # of a warp's ring of weights, at most
+    prefetched: int = 0  # chunks of weights, beyond those in the ring, that a warp has in L2
 
     @property
     def blocks(self) -> int:
