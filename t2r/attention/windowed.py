@@ -213,7 +213,11 @@ def _parallel_chunks(
         return into_batch(jnp.concatenate([sink, of_chunks(x)], 2))
 
     keys, values = jnp.concatenate([near_k, k], 1), jnp.concatenate([near_v, v], 1)
-    features = window.key_features(keys).values
+    features = window.key_features(k).values
+    sink_features, near_features = features[:, :sinks], jnp.zeros((batch, size, *features.shape[2:]), features.dtype)
+    if state is not None:
+        sink_features, near_features = (window.key_features(x).values for x in (sink_k, near_k))
+    features = jnp.concatenate([near_features, features], 1)
     position = before[:, None] - size + jnp.arange(keys.shape[1])
     # Sinks are never distant. What is in no chunk before any other is not summed.
     summands = jnp.where((position >= sinks)[:, :, None, None], features, 0)
@@ -245,7 +249,7 @@ def _parallel_chunks(
         exact,
         past,
         distant,
-        Features(with_sinks(window.key_features(sink_k).values, features)),
+        Features(with_sinks(sink_features, features)),
     )
     return out.reshape(batch, count, *out.shape[1:])
 
