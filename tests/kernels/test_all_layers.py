@@ -49,6 +49,7 @@ CASES = {  # fields of the model, batch, clusters, ranks
     "paper, 75%": (dict(PAPER, attention=(MERGED, SOFTMAX)), 4, 2, 2),
     "norms after": (dict(PAPER, norm_placement="after", attention=(MERGED, T2R), activation="gelu"), 4, 2, 2),
     "gated GELU": (dict(PAPER, gated=True, activation="gelu_exact", attention=(T2R,)), 4, 2, 2),
+    "wide": (dict(LLAMA, width=2112, feedforward=48, layers=1, attention=(T2R,)), 17, 2, 2),  # the stream in two rounds
     "few features": (dict(LLAMA, attention=(dataclasses.replace(T2R, features=4), WINDOWED)), 3, 2, 2),
 }  # fmt: skip
 TRANSLATION = dict(heads=2, head_dim=32, width=64, feedforward=128, layers=2, encoder_layers=1)
