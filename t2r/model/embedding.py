@@ -69,6 +69,12 @@ class PlainEmbedding(OutputLayer):
         """Log-probabilities of the whole vocabulary, in float32."""
         return jax.nn.log_softmax(self.logits(x))
 
+    def likeliest(self, x: Float[Array, "b width"], count: int, always: int) -> tuple[Array, Array, Array]:
+        logits = self.logits(x)
+        values, tokens = jax.lax.top_k(logits, min(count, logits.shape[-1]))
+        total = jax.nn.logsumexp(logits, axis=-1)  # only those that are returned are normalised
+        return values - total[:, None], tokens.astype(jnp.int32), logits[:, always] - total
+
     def logits(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
         """x tableᵀ + bias, in float32."""
         table = self.output_table().astype(x.dtype)

@@ -208,11 +208,11 @@ def test_sentences_take_the_places_of_those_that_are_done(kind):
 
 
 class Confident(PlainEmbedding):
-    """Gives its best token most of the probability, and all others, the stop token too, an equal share of the rest."""
+    """Gives its best token most of the probability, and of the rest the stop token more than each of the others."""
 
-    def log_probs(self, x):
-        likely = jax.nn.one_hot(jnp.argmax(super().log_probs(x)[..., 1:], -1) + 1, 12)
-        return jnp.log(0.92 * likely + 0.08 / 12)
+    def logits(self, x):
+        likely = jax.nn.one_hot(jnp.argmax(super().logits(x)[..., 1:], -1) + 1, 12)
+        return jnp.log(0.92 * likely + jnp.full(12, 0.06 / 11).at[0].set(0.02))
 
 
 def test_unlikely_results_do_not_stop_a_likely_translation():
