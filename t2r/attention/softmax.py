@@ -146,16 +146,21 @@ def causal_mask(length: int, mask: Bool[Array, "b m"] | None = None, window: int
 
 
 def cached_mask(
-    cache: KVCache, length: int, window: int = 0, slots: Int[Array, "m"] | None = None
+    cache: KVCache, length: int, window: int = 0, *, block: tuple[Int[Array, ""], int] | None = None
 ) -> Bool[Array, "b n m"]:
-    """`causal_mask` for the queries of the last `length` tokens written, over all slots of the cache, or some."""
-    slots = jnp.arange(cache.valid.shape[1]) if slots is None else slots
+    """`causal_mask` for the queries of the last `length` tokens written, over all slots of the cache.
+
+    Or over a block of them: its first slot, and how many it has.
+    """
+    first, size = (0, cache.valid.shape[1]) if block is None else block
+    of_block = lambda x: x if block is None else jax.lax.dynamic_slice_in_dim(x, first, size, 1)  # noqa: E731
+    slots = first + jnp.arange(size)
     queries = cache.index[..., None] - length + jnp.arange(length)  # (n), or (b, n)
     queries = jnp.broadcast_to(queries, (cache.valid.shape[0], length))
-    allowed = (slots <= queries[:, :, None]) & cache.valid[:, None, slots]
+    allowed = (slots <= queries[:, :, None]) & of_block(cache.valid)[:, None, :]
     if window:
         position = jnp.cumsum(cache.valid, 1)  # padding has no position
-        distance = jnp.take_along_axis(position, queries, 1)[:, :, None] - position[:, None, slots]
+        distance = jnp.take_along_axis(position, queries, 1)[:, :, None] - of_block(position)[:, None, :]
         allowed &= distance < window
     return allowed
 
@@ -180,16 +185,14 @@ def _attend_in_blocks(q: Array, cache: KVCache, scale: float, window: int) -> Fl
         largest, total, out = sums
         first = jnp.minimum(number * CACHE_BLOCK, capacity - CACHE_BLOCK)  # the last block may overlap the one before
         k, v = (jax.lax.dynamic_slice_in_dim(x, first, CACHE_BLOCK, 2) for x in (cache.k, cache.v))
-        slots = first + jnp.arange(CACHE_BLOCK)
-        allowed = cached_mask(cache, length, window, slots) & (slots >= number * CACHE_BLOCK)
+        is_new = first + jnp.arange(CACHE_BLOCK) >= number * CACHE_BLOCK
+        allowed = cached_mask(cache, length, window, block=(first, CACHE_BLOCK)) & is_new
         allowed = allowed[:, None, :, None, :]
         logits = jnp.einsum("bngrd,bgmd->bgnrm", scaled, k, preferred_element_type=jnp.float32)
         logits = jnp.where(allowed, logits, MASKED_LOGIT)
         new_largest = jnp.maximum(largest, logits.max(-1))
-        factor, weights = (
-            jnp.exp(largest - new_largest),
-            jnp.where(allowed, jnp.exp(logits - new_largest[..., None]), 0),
-        )
+        factor = jnp.exp(largest - new_largest)
+        weights = jnp.where(allowed, jnp.exp(logits - new_largest[..., None]), 0)
         added = jnp.einsum("bgnrm,bgmd->bgnrd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return new_largest, total * factor + weights.sum(-1), out * factor[..., None] + added
 

@@ -173,29 +173,34 @@ def _chunks_at_once(
     mask: Bool[Array, "b n"] | None,
     chunk: int,
 ) -> tuple[Float[Array, "b n g r d"], WindowedState]:
+    """All chunks of queries as one batch: see `_parallel_chunks`, which knows no padding but at the end."""
     new_state = append(initial_state(k, v, window) if state is None else state, k, v, window, mask)
     if mask is None:
-        out = _parallel_chunks(jax.tree.map(lambda x: _split(x, chunk), q), k, v, window, state)
-        return _joined(out, v.shape[1]), new_state
-    # Real tokens first, so that neighbours in the sequence are neighbours in the array; padding is after them.
+        return _parallel_chunks(q, k, v, window, state, chunk), new_state
+    # Real tokens first, so that neighbours in the sequence are neighbours in the array.
     order = jnp.argsort(~mask, axis=1, stable=True)
-    take = lambda x, index: jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), 1)  # noqa: E731
-    q, k, v = jax.tree.map(lambda x: take(x, order), (q, k, v))
-    out = _parallel_chunks(jax.tree.map(lambda x: _split(x, chunk), q), k, v, window, state)
-    return take(_joined(out, v.shape[1]), jnp.maximum(jnp.cumsum(mask, 1) - 1, 0)), new_state
+    q, k, v = jax.tree.map(lambda x: _take(x, order), (q, k, v))
+    out = _parallel_chunks(q, k, v, window, state, chunk)
+    return _take(out, jnp.maximum(jnp.cumsum(mask, 1) - 1, 0)), new_state
+
+
+def _take(x: Array, index: Int[Array, "b some"]) -> Array:
+    """What is at these places of each sequence."""
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), 1)
 
 
 def _parallel_chunks(
-    q: Queries, k: Array, v: Array, window: Window, state: WindowedState | None
-) -> Float[Array, "b chunks chunk g r d"]:
+    q: Queries, k: Array, v: Array, window: Window, state: WindowedState | None, chunk: int
+) -> Float[Array, "b n g r d"]:
     """All chunks of queries as one batch, from the beginning of the sequence or after a state.
 
     The keys of a chunk are the sinks, the `size` tokens before the chunk, and its own. S and z before it are the sums
     over earlier keys, which are distant for all of its queries. Chunks are at least `size` long. Keys of padding, which
     is last, are later than all queries that matter.
     """
-    batch, count, chunk = q.mix.shape[:3]
-    size = window.size
+    length, size = k.shape[1], window.size
+    q = jax.tree.map(lambda x: _split(x, chunk), q)
+    batch, count = q.mix.shape[:2]
     before = jnp.zeros(1, jnp.int32) if state is None else state.count  # tokens; the same for all, or of each sequence
     (sink_k, sink_v), (near_k, near_v) = _kept(state, k, v, window)
     sinks = sink_k.shape[1]
@@ -251,7 +256,7 @@ def _parallel_chunks(
         distant,
         Features(with_sinks(sink_features, features)),
     )
-    return out.reshape(batch, count, *out.shape[1:])
+    return _joined(out.reshape(batch, count, *out.shape[1:]), length)
 
 
 def _kept(state: WindowedState | None, k: Array, v: Array, window: Window) -> tuple[tuple[Array, Array], ...]:
@@ -265,9 +270,8 @@ def _kept(state: WindowedState | None, k: Array, v: Array, window: Window) -> tu
     sink = jnp.where(sink < count, sink, window.slots + jnp.minimum(sink - count, k.shape[1] - 1))
     near = window.slot(jnp.maximum(count - window.size + jnp.arange(window.size), 0))
     buffer = lambda slots, new: jnp.concatenate([jnp.swapaxes(slots, 1, 2), new.astype(slots.dtype)], 1)  # noqa: E731
-    take = lambda x, index: jnp.take_along_axis(x, index[:, :, None, None], 1)  # noqa: E731
     every = buffer(state.k, k), buffer(state.v, v)
-    return tuple(tuple(take(x, index) for x in every) for index in (sink, near))
+    return tuple(tuple(_take(x, index) for x in every) for index in (sink, near))
 
 
 def recurrent(
@@ -358,7 +362,7 @@ def _append(state: WindowedState, keys: Keys, window: Window) -> WindowedState:
     new_index = window.slots + jnp.take_along_axis(order, jnp.clip(nth, 0, is_new.shape[1] - 1), 1)
     takes_new = (nth >= 0) & (wanted < count[:, None])
     source = jnp.where(takes_new, new_index, jnp.arange(window.slots))
-    slots = lambda x: jnp.swapaxes(jnp.take_along_axis(x, source[:, :, None, None], 1), 1, 2)  # noqa: E731
+    slots = lambda x: jnp.swapaxes(_take(x, source), 1, 2)  # noqa: E731
     return WindowedState(*distant, slots(keys.k), slots(keys.v), count)
 
 

@@ -180,7 +180,7 @@ constexpr int MOST_CHUNKS = (MOST_HEADS * MOST_QKV_TILES + MOST_UP_TILES) * STRE
                                 (MOST_HEADS * operand_chunks(ATTENDED) + operand_chunks(MOST_UNITS));
 constexpr int FITTING_CHUNKS =
     (SHARED_MEMORY - (int)sizeof(Fixed) - 256) / (WARPS * (CHUNK * (int)sizeof(Fragment) + 8));
-constexpr int SLOT_CHUNKS = MOST_CHUNKS <= 12 && FITTING_CHUNKS >= 6 ? 3 : MOST_CHUNKS <= 12 && FITTING_CHUNKS >= 4 ? 2 : 1;
+constexpr int SLOT_CHUNKS = MOST_CHUNKS > 12 || FITTING_CHUNKS < 4 ? 1 : FITTING_CHUNKS < 6 ? 2 : 3;  // two slots fit
 constexpr int FITTING_SLOTS = FITTING_CHUNKS / SLOT_CHUNKS;
 constexpr int SLOTS = FITTING_SLOTS < MOST_SLOTS ? FITTING_SLOTS : MOST_SLOTS;
 static_assert(SLOTS >= 2, "too large for shared memory");

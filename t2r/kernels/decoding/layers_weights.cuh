@@ -3,8 +3,9 @@
 // Each warp has its own: a sequence of chunks of CHUNK_TILES tiles, in the order in which it reads them. It loads them
 // into its ring, and loads the next one over each that it has read, across products, barriers and layers. So no warp waits
 // for another one's. A slot of the ring is loaded at once; it has several chunks, where layers are small, because to wait
-// for a slot and to start a copy takes about as long as to multiply a chunk. A chunk is of one output tile: what a product reads is padded to whole chunks by tiles of zeros, so
-// that a thread knows where each tile is, and multiplies them without any branch.
+// for a slot and to start a copy takes about as long as to multiply a chunk. A chunk is of one output tile: what a product
+// reads is padded to whole chunks by tiles of zeros, so that a thread knows where each tile is, and multiplies them
+// without any branch.
 
 #if INT8
 // Two of four 8-bit integers, as bfloat16. 0x43 before a byte makes 128 + its lower 7 bits, or with only its sign bit
