@@ -326,12 +326,12 @@ def _step(model: Any, search: Search, *, special: Special, beam: Beam) -> Search
     lengths = take(search.lengths, jnp.broadcast_to(length, token.shape))
 
     live, survivors = jax.lax.top_k(jnp.where(stops, NEVER, sums), size)
-    sequences = (jnp.arange(batch)[:, None] * size + jnp.take_along_axis(parent, survivors, 1)).reshape(-1)
+    parents = (jnp.arange(batch)[:, None] * size + jnp.take_along_axis(parent, survivors, 1)).reshape(-1)
     full = best[:, -1] > NEVER / 2
     if not beam.early_stopping:
         full &= best[:, -1] >= live[:, 0] / length[:, 0].astype(jnp.float32) ** beam.length_penalty
     return search._replace(
-        state=state if size == 1 else reorder(state, sequences),  # which copies all caches
+        state=state if size == 1 else model.reorder(state, parents, size),
         step=search.step + 1,
         tokens=jnp.take_along_axis(tokens, survivors[:, :, None], 1),
         sums=live,
@@ -340,12 +340,6 @@ def _step(model: Any, search: Search, *, special: Special, beam: Beam) -> Search
         lengths=lengths,
         done=search.done | full | at_limit[:, 0],
     )
-
-
-def reorder(state: DecodeState, sequences: Int[Array, "sequences"]) -> DecodeState:
-    """The state with the sequences of these indices, repeated or dropped as they say; the sources are unchanged."""
-    layers, position = jax.tree.map(lambda x: x[sequences] if x.ndim else x, (state.layers, state.position))
-    return DecodeState(layers, position, state.source)
 
 
 def score(

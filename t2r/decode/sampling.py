@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from t2r.errors import raise_all
+from t2r.model.largest import largest
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def choose(scores: Float[Array, "b vocab"], sampling: Sampling, key: PRNGKeyArra
         return jnp.argmax(scores, -1).astype(jnp.int32)
     logits = scores / sampling.temperature
     if sampling.top_k:
-        threshold = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0][:, -1:]
+        threshold = largest(logits, min(sampling.top_k, logits.shape[-1]))[0][:, -1:]
         logits = jnp.where(logits < threshold, -jnp.inf, logits)
     if sampling.top_p < 1:
         logits = keep_top_p(logits, sampling.top_p)

@@ -12,6 +12,7 @@ from t2r.errors import InputError
 from t2r.layout import constrain
 from t2r.model.config import ModelConfig
 from t2r.model.cross_entropy import LogitInputs, cross_entropy, teacher_cross_entropy
+from t2r.model.largest import largest
 
 
 class TeacherOutputs(NamedTuple):
@@ -36,8 +37,7 @@ class OutputLayer(nnx.Module):
         """The log-probabilities of the `count` likeliest tokens (of all, if there are fewer), largest first; these
         tokens; and the log-probability of the token `always`."""
         log_probs = self.log_probs(x)
-        values, tokens = jax.lax.top_k(log_probs, min(count, log_probs.shape[-1]))
-        return values, tokens.astype(jnp.int32), log_probs[:, always]
+        return *largest(log_probs, min(count, log_probs.shape[-1])), log_probs[:, always]
 
 
 class PlainEmbedding(OutputLayer):
@@ -71,9 +71,9 @@ class PlainEmbedding(OutputLayer):
 
     def likeliest(self, x: Float[Array, "b width"], count: int, always: int) -> tuple[Array, Array, Array]:
         logits = self.logits(x)
-        values, tokens = jax.lax.top_k(logits, min(count, logits.shape[-1]))
+        values, tokens = largest(logits, min(count, logits.shape[-1]))
         total = jax.nn.logsumexp(logits, axis=-1)  # only those that are returned are normalised
-        return values - total[:, None], tokens.astype(jnp.int32), logits[:, always] - total
+        return values - total[:, None], tokens, logits[:, always] - total
 
     def logits(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
         """x tableᵀ + bias, in float32."""

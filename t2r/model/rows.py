@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, Int8, Num
+from jaxtyping import Array, Float, Int, Int8
 
 from t2r.integers import quantise
 from t2r.model.embedding import OutputLayer, PlainEmbedding
+from t2r.model.largest import BLOCK, largest_of_columns
 from t2r.model.transformer import LanguageModel
 
 WEIGHTS = ("float32", "int8")
-BLOCK = 128  # rows of an output table in which the likeliest tokens are first looked for together
 LEAST_VECTORS = 4  # that the compiler multiplies by its fast 8-bit routine; fewer are padded
 NEVER = -1e30  # the logit of rows that are only padding
 
@@ -117,11 +117,11 @@ class RowEmbedding(OutputLayer):
         return jax.nn.log_softmax(self.logits(x))
 
     def greedy_token(self, x: Float[Array, "b width"]) -> Int[Array, "b"]:
-        return top_rows(self._row_logits(x), 1)[1][:, 0]
+        return largest_of_columns(self._row_logits(x), 1)[1][:, 0]
 
     def likeliest(self, x: Float[Array, "b width"], count: int, always: int) -> tuple[Array, Array, Array]:
         logits = self._row_logits(x)
-        values, tokens = top_rows(logits, min(count, self.vocabulary))
+        values, tokens = largest_of_columns(logits, min(count, self.vocabulary))
         blocks = logits.reshape(-1, BLOCK, len(x))  # summed in blocks: many small sums are shared by all cores
         total = values[:, 0] + jnp.log(jnp.exp(blocks - values[:, 0]).sum(1).sum(0))
         return values - total[:, None], tokens, logits[always] - total
@@ -136,24 +136,6 @@ class RowEmbedding(OutputLayer):
 
         losses = jax.lax.map(sequence_loss, (x, targets))  # one after the other: all their logits are much memory
         return losses if mask is None else jnp.where(mask, losses, 0)
-
-
-def top_rows(x: Num[Array, "rows b"], count: int) -> tuple[Num[Array, "b count"], Int[Array, "b count"]]:
-    """`lax.top_k` along the first axis, whose length is a multiple of BLOCK: first the blocks, then within them.
-
-    The `count` largest numbers are in the `count` blocks with the largest maxima. Blocks and numbers that are equal are
-    taken in their order, so equal numbers are chosen as `lax.top_k` does.
-    """
-    batch = x.shape[1]
-    blocks = x.reshape(-1, BLOCK, batch)
-    if count > len(blocks):
-        values, index = jax.lax.top_k(x.T, count)
-        return values, index.astype(jnp.int32)
-    chosen = jnp.sort(jax.lax.top_k(blocks.max(1).T, count)[1], 1)
-    candidates = blocks[chosen, :, jnp.arange(batch)[:, None]].reshape(batch, -1)
-    # Without the barrier, XLA's CPU compiler sorts all candidates if only a part of the result is used somewhere.
-    values, index = jax.lax.optimization_barrier(jax.lax.top_k(candidates, count))
-    return values, (jnp.take_along_axis(chosen, index // BLOCK, 1) * BLOCK + index % BLOCK).astype(jnp.int32)
 
 
 def for_decoding(model: LanguageModel, weights: str = "float32") -> LanguageModel:

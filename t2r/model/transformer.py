@@ -392,6 +392,12 @@ class LanguageModel(nnx.Module):
         layers = tuple(constrain_state(block.attention.init_state(batch, capacity)) for block in self.blocks)
         return DecodeState(layers, jnp.zeros(batch, jnp.int32), source)
 
+    def reorder(self, state: DecodeState, parents: Int[Array, "sequences"], beams: int) -> DecodeState:
+        """The state with sequence parents[i] at i, the sources unchanged. Each `beams` sequences are of one source,
+        and their parents are among them."""
+        layers, position = jax.tree.map(lambda x: x[parents] if x.ndim else x, (state.layers, state.position))
+        return DecodeState(layers, position, state.source)
+
 
 class Encoder(nnx.Module):
     """A bidirectional encoder of the source. It stays softmax: it runs once per sentence, not once per token."""

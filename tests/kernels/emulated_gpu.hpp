@@ -86,6 +86,7 @@ void sync_threads() {
 }
 inline int same_in_warp(int x) { return x; }
 inline u32 read_clock() { return 0; }
+inline void pause(u32 cycles) {}
 inline void sync_cluster() {
   synchronise(clusters[blockIdx.x / ranks_per_cluster], threads_per_block * ranks_per_cluster);
 }
@@ -193,11 +194,6 @@ inline void send(const void* to, int rank, uint4 x, const u64* barrier) { send(t
 inline void load_async(void* to, const void* from, u32 bytes, u64* barrier) {
   std::memcpy(to, from, bytes);
   arrive(emulated(barrier), bytes);
-}
-
-inline volatile char touched;
-inline void prefetch_bulk(const void* from, u32 bytes) {  // what is not there may not be touched
-  touched = ((const char*)from)[0] + ((const char*)from)[bytes - 1];
 }
 
 inline void fence_before_store() {}

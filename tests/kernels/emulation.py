@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 
 
-def emulate(folder: Path, source: str, macros: dict, inputs: list, updated: list, blocks: int) -> list[np.ndarray]:
-    """Compiles the kernel `decode_step` for the CPU and runs it; returns the arrays that it updates.
+def emulate(
+    folder: Path, source: str, macros: dict, inputs: list, updated: list, blocks: int, kernel: str = "decode_step"
+) -> list[np.ndarray]:
+    """Compiles a kernel for the CPU and runs it; returns the arrays that it updates.
 
     These are parameters twice, as XLA passes inputs and outputs.
     """
@@ -16,7 +18,7 @@ def emulate(folder: Path, source: str, macros: dict, inputs: list, updated: list
     casts = ", ".join(f"({kind}) pointers[{index}]" for index, kind in enumerate(types))
     program = [f'#include "{Path(__file__).with_name("emulated_gpu.hpp")}"']
     program += [f"#define {name} {value}" for name, value in macros.items()] + [source]
-    program += [f"void call(void** pointers) {{ decode_step({casts}); }}"]
+    program += [f"void call(void** pointers) {{ {kernel}({casts}); }}"]
     program += [
         f'extern "C" bool launch(void** pointers) {{ '
         f"return run(call, pointers, {blocks}, RANKS, THREADS, SHARED_MEMORY); }}"

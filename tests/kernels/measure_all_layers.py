@@ -146,7 +146,6 @@ def cases() -> dict:
     found["time mt by kernels of each layer, batch 15"] = lambda: measure("mt", 15, 512, kernels="layers")
     grids = [("smol", dict(clusters=12)), ("smol", dict(clusters=8))]
     grids += [("smol", dict(clusters=24, ranks=4)), ("llama", dict(clusters=30, ranks=4))]
-    grids += [("llama", dict(prefetched=chunks)) for chunks in (0, 3, 6, 9)] + [("smol", dict(prefetched=3))]
     for name, grid in grids:
         label = ", ".join(f"{key} {value}" for key, value in grid.items())
         found[f"grid of {name}: {label}"] = lambda n=name, g=grid: measure_grid(n, 16, 512, g)

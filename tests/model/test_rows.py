@@ -1,7 +1,6 @@
 """Matrices by row, in float32 and in 8 bits, against the model that they come from."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from t2r.errors import InputError
 from t2r.integers import quantise
 from t2r.model import rows
 from t2r.model.loss import source_states
-from t2r.model.rows import for_decoding, is_for_decoding, top_rows
+from t2r.model.rows import for_decoding, is_for_decoding
 from t2r.store import model_dir
 
 TOKENS = np.random.default_rng(0).integers(3, 300, (3, 9)).astype(np.int32)
@@ -94,32 +93,6 @@ def test_the_product_of_integers_and_that_of_rounded_weights_agree(vectors):
     integers, x_scale = quantise(x)  # whose product is exact
     exact = np.asarray(matrix, np.int64) @ np.asarray(integers, np.int64).T * np.outer(scale, x_scale)
     np.testing.assert_allclose(rows._integer_product(matrix, scale, x), exact, rtol=1e-5)
-
-
-@pytest.mark.parametrize("count", [1, 3, 7])
-def test_the_largest_rows_are_those_of_a_full_search(count):
-    """With many equal numbers, too: then the first ones."""
-    rng = np.random.default_rng(count)
-    for x in (rng.standard_normal((4 * rows.BLOCK, 5)), rng.integers(0, 4, (4 * rows.BLOCK, 5))):
-        values, index = top_rows(jnp.asarray(x, jnp.float32), count)
-        expected_values, expected_index = jax.lax.top_k(jnp.asarray(x.T, jnp.float32), count)
-        np.testing.assert_array_equal(values, expected_values)
-        np.testing.assert_array_equal(index, expected_index)
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what the CPU compiler does")
-def test_the_compiler_does_not_sort_to_find_the_largest_rows():
-    """Sorting the candidates takes almost half as long as the product that they come from."""
-    x = jnp.asarray(np.random.default_rng(0).integers(0, 4, (64 * rows.BLOCK, 5)), jnp.float32)
-
-    @jax.jit
-    def largest(x):
-        values, index = top_rows(x, 12)
-        return values - values[:, :1], index  # a part of the result, too, is what made the compiler sort
-
-    search = largest.lower(x).compile()
-    assert "TopK" in search.as_text() and not re.search(r"= \(f32\S* s32\S* sort\(", search.as_text())
-    np.testing.assert_array_equal(search(x)[1], jax.lax.top_k(x.T, 12)[1])
 
 
 def test_a_model_for_decoding_is_not_saved(tmp_path, tokenizer):

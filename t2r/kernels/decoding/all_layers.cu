@@ -10,8 +10,9 @@
 //
 // A layer with cross attention counts as two, of which the first has no feed-forward: then there are three such halves.
 //
-// In attention a cluster has a key/value head with its query heads (or several, one after the other; or none). In the
-// feed-forward it has a share of the units. So blocks of different clusters wait for each other only twice a layer.
+// In attention a cluster has a key/value head with its query heads (or several heads, one after the other; or some of
+// the query heads; or none). In the feed-forward it has a share of the units. So blocks of different clusters wait for
+// each other only twice a layer.
 //
 // Weights do not depend on activations: each warp loads its own, in the order in which it will read them, into a ring of
 // chunks in shared memory, across products, barriers and layers. The memory is never idle while rings have space.
@@ -23,6 +24,8 @@
 // The parts: layers_plan.cuh, layers_weights.cuh, layers_products.cuh, layers_attention.cuh, and here the course of a
 // layer.
 
+constexpr u32 STREAM_READ_CYCLES = 1500;  // about
+
 struct Exchanges { u32 qkv = 0, parts = 0, attended = 0, hidden = 0, states = 0; };  // how many there were
 
 // Waits for messages of other ranks; then the next ones may come, of a number of bytes that depends on the layer.
@@ -31,14 +34,18 @@ void receive(u64* barrier, u32& count, u32 bytes) {
   wait_for_sends(barrier, count++ % 2);
 }
 
+template <bool IS_SOFTMAX>
 void attention(Shared& shared, Weights& weights, const float* x, float* to, int number, Exchanges& exchanges) {
   Fixed& fixed = shared.fixed;
   const Layer& layer = fixed.layers[number];
-  const Role role(layer.kind);
+  const Role<IS_SOFTMAX> role(layer.kind);
   const Vectors& vectors = fixed.vectors[number % 2];
   const bool has_norm = !NORMS_AFTER || number > 0, adds_residual = role.cluster == CLUSTERS - 1;
   if (adds_residual && role.heads == 0) add_residual(shared, role, x, to, vectors.attention, has_norm, false);
-  if (role.heads == 0) weights.load();
+  if (role.heads == 0 && weights.empty > 0) {
+    pause(STREAM_READ_CYCLES);  // other blocks read the stream, and would wait behind these loads
+    weights.load();
+  }
   for (int i = 0; i < role.heads; i++) {
     const int head = role.head + i * CLUSTERS;
     const HeadVectors& own = vectors.heads[i];
@@ -49,7 +56,7 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
         [&](int tile, int row, int output, float4 four) {
           if (!role.has(row)) return;
           const int index = (role.rank + tile * RANKS) * 16 + output, n = row / role.replicas;
-          if (is_merged(layer.kind) && index < (QUERIES + 1) * FEATURES) {
+          if (is_merged(layer.kind) && index < (role.queries + 1) * FEATURES) {
             four = make_float4(fmaxf(four.x, 0.f), fmaxf(four.y, 0.f), fmaxf(four.z, 0.f), fmaxf(four.w, 0.f));
           }
           for (int split = 0; split < role.splits; split++) {
@@ -65,27 +72,30 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
     receive(&fixed.qkv_barrier, exchanges.qkv, rank_rows * role.qkv * 4);
     MARK(number, 4);
     if (!is_merged(layer.kind) && !is_cross(layer.kind)) prepare(fixed, role, layer, own);
-    if (is_softmax(layer.kind)) {
+    if constexpr (IS_SOFTMAX) {
       softmax_attention(shared, role, layer, number, head, exchanges.parts);
     } else {
       wait_for_loads(&fixed.state_barrier, exchanges.states++ % 2);
       map_features(fixed, role, number, layer.kind, own);
+      const bool has_window = HAS_WINDOW && layer.kind == WINDOWED;
+      if (has_window) enter_window(fixed, role, layer, number, head);
       linear_step(fixed, role, layer.kind);
-      if (HAS_WINDOW && layer.kind == WINDOWED) {
-        enter_window(fixed, role, layer, number, head);
+      if (has_window) {
         sync();
-        window_scores(fixed, role);
-        window_outputs(fixed, role, number, own);
+        attend_to_window(fixed, role, number, own);
+        window_outputs(fixed, role, own);
       }
       fence_before_store();
       sync();
     }
     MARK(number, 5);
     send_attended(shared, role);
-    const bool moves_state = threadIdx.x == MOVER && !is_softmax(layer.kind);
-    if (moves_state && !is_cross(layer.kind)) store_state(shared, layer, role, head);
-    OperandProduct product(weights, role, ATTENDED);
-    receive(&fixed.attended_barrier, exchanges.attended, role.rows() * ATTENDED * 2);
+    const bool moves_state = threadIdx.x == MOVER && !IS_SOFTMAX;
+    if constexpr (!IS_SOFTMAX) {
+      if (moves_state && !is_cross(layer.kind)) store_state(shared, layer, role, head);
+    }
+    OperandProduct product(weights, role, role.attended);
+    receive(&fixed.attended_barrier, exchanges.attended, role.rows() * role.attended * 2);
     MARK(number, 6);
     product.run(shared, vectors.attention.scale, to, has);
     if (moves_state) {
@@ -98,7 +108,7 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
 
 void feed_forward(Shared& shared, Weights& weights, const float* x, float* to, int number, Exchanges& exchanges) {
   Fixed& fixed = shared.fixed;
-  const Role role(fixed.layers[number].kind);
+  const StateRole role(fixed.layers[number].kind);  // units are the same in all layers
   const Vectors& vectors = fixed.vectors[number % 2];
   const bool adds_residual = role.cluster == 0;
   if (role.up_tiles() == 0) {  // there are more clusters than shares
@@ -134,11 +144,12 @@ void feed_forward(Shared& shared, Weights& weights, const float* x, float* to, i
 }
 
 // The barrier of all blocks that ends a phase: what they have added to the stream before it can be read after it.
-void sync_blocks(float* work, int phase) {
+// `number` counts these barriers.
+void sync_blocks(float* work, int number) {
   u32* counters = (u32*)(work + 3 * ROWS * WIDTH);  // one for each rank, each in its own cache line
   sync();
   if (threadIdx.x == 0) increment(counters + blockIdx.x % RANKS * 32);
-  if (threadIdx.x < RANKS) wait_for_count(counters + threadIdx.x * 32, (phase + 1) * CLUSTERS);
+  if (threadIdx.x < RANKS) wait_for_count(counters + threadIdx.x * 32, (number + 1) * CLUSTERS);
   sync();
 }
 
@@ -177,13 +188,14 @@ void initialise(Shared& shared, const float* keep, const float* angles, const in
     fixed.count[i / BATCH][i % BATCH] = counts ? layer.count[index] : all;
   }
   for (u32 i = threadIdx.x; i < LAYERS * WARPS; i += THREADS) {
-    fixed.chunks[i / WARPS][i % WARPS] = Role(fixed.layers[i / WARPS].kind).chunks(i % WARPS);
+    const int kind = fixed.layers[i / WARPS].kind, warp = i % WARPS;
+    fixed.chunks[i / WARPS][warp] = is_softmax(kind) ? CacheRole(kind).chunks(warp) : StateRole(kind).chunks(warp);
   }
   // The cosines and sines of the sequences that this rank has: in softmax layers others than elsewhere.
   constexpr int SIZE = 2 * PAIRS > 0 ? 2 * PAIRS : 1, PLACES = ROTARY_TABLES * RANK_ROWS;
   for (u32 i = threadIdx.x; i < 2 * PLACES * 2 * PAIRS; i += THREADS) {
     const int table = i / SIZE / RANK_ROWS % ROTARY_TABLES, place = i / SIZE % RANK_ROWS;
-    const int row = Role(i / SIZE / PLACES ? LINEAR : SOFTMAX).row(place);
+    const int row = i / SIZE / PLACES ? StateRole(LINEAR).row(place) : CacheRole(SOFTMAX).row(place);
     if (row < BATCH) (&fixed.angles[0][0][0][0][0])[i] = angles[(table * BATCH + row) * SIZE + i % SIZE];
   }
 }
@@ -209,23 +221,36 @@ KERNEL(RANKS, THREADS) decode_step(PARAMETERS) {
   }
   Weights weights(shared);
   Exchanges exchanges;
+  constexpr int SYNCS = HEAD_PARTS > 1;  // before the first phase
+  wait_for_state(fixed, 0, exchanges.states);
+  if (SYNCS) sync_blocks(work, 0);
   for (int layer = 0, phase = 0; layer < LAYERS; layer++) {
     if (threadIdx.x == MOVER) load_vectors(shared, layer + 1);
     wait_for_loads(&fixed.vector_barrier[layer % 2], layer / 2 % 2);
     MARK(layer, 0);
     zero_share(stream_buffer(work, phase + 2));
-    attention(shared, weights, stream_buffer(work, phase), stream_buffer(work, phase + 1), layer, exchanges);
+    const float* x = stream_buffer(work, phase);
+    float* to = stream_buffer(work, phase + 1);
+    if (is_softmax(fixed.layers[layer].kind)) {
+      attention<true>(shared, weights, x, to, layer, exchanges);
+    } else {
+      attention<false>(shared, weights, x, to, layer, exchanges);
+    }
     MARK(layer, 7);
-    const bool has_units = Role(fixed.layers[layer].kind).has_units;
-    if (!has_units) weights.end_layer();
-    sync_blocks(work, phase++);
+    const bool has_units = StateRole(fixed.layers[layer].kind).has_units;
+    if (!has_units) {
+      weights.end_layer();
+      wait_for_state(fixed, layer + 1, exchanges.states);
+    }
+    sync_blocks(work, SYNCS + phase++);
     MARK(layer, 8);
     if (has_units) {
       zero_share(stream_buffer(work, phase + 2));
       feed_forward(shared, weights, stream_buffer(work, phase), stream_buffer(work, phase + 1), layer, exchanges);
       MARK(layer, 13);
       weights.end_layer();
-      sync_blocks(work, phase++);
+      wait_for_state(fixed, layer + 1, exchanges.states);
+      sync_blocks(work, SYNCS + phase++);
       MARK(layer, 14);
     }
   }

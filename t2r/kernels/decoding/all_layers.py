@@ -237,6 +237,7 @@ def definitions(
         WIDTH=config.width,
         KV_HEADS=sizes.kv_heads,
         QUERIES=sizes.queries,
+        HEAD_PARTS=sizes.head_parts,
         HEAD_DIM=sizes.head_dim,
         FEATURES=sizes.features,
         FEEDFORWARD=sizes.units,
@@ -244,7 +245,6 @@ def definitions(
         RANKS=grid.ranks,
         SHARED_MEMORY=grid.memory,
         MOST_SLOTS=grid.slots,
-        PREFETCHED=grid.prefetched,
         INT8=int(sizes.int8),
         CHUNK_TILES=sizes.chunk_tiles,
         REDUCED=REDUCED,
@@ -293,14 +293,14 @@ def fits(model: Any, batch: int) -> bool:
     return True
 
 
-def compile_for(macros: dict[str, Any]) -> str:
-    """PTX for these macros."""
-    return _compile(tuple(macros.items()))
+def compile_for(macros: dict[str, Any], *parts: str) -> str:
+    """PTX for these macros, of the kernel whose parts are these files; none: of this module's."""
+    return _compile(tuple(macros.items()), parts or PARTS)
 
 
 @functools.cache
-def _compile(macros: tuple[tuple[str, Any], ...]) -> str:
+def _compile(macros: tuple[tuple[str, Any], ...], parts: tuple[str, ...]) -> str:
     # Divisions are rounded in the last two bits only, without a slow path for numbers that do not occur.
     options = ["--gpu-architecture=compute_90", "--std=c++17", "-default-device", "--prec-div=false"]
     defined = "\n".join(f"#define {name} {value}" for name, value in macros)
-    return cuda.compile_cuda(f"{defined}\n{source('hopper.cuh', *PARTS)}", options)
+    return cuda.compile_cuda(f"{defined}\n{source('hopper.cuh', *parts)}", options)

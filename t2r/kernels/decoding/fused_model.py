@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from t2r.kernels.decoding import all_layers, layers_packing, one_kernel, tiles
+from t2r.kernels.decoding import all_layers, layers_packing, one_kernel, reorder, tiles
 from t2r.kernels.decoding.layer_kernels import (
     ResidualStream,
     added_product,
@@ -125,6 +125,18 @@ class FusedModel:
             return self._model.greedy_token(hidden)
         packed = tiles.pack_activations(hidden)
         return greedy_token(packed, self._packed.vocabulary, interpret=self._interpret)[: len(hidden)]
+
+    def reorder(self, state: Any, parents: Int[Array, "sequences"], beams: int) -> Any:
+        """Equals the model's own; in place, where the kernel of all layers runs."""
+        arrays, structure = jax.tree.flatten((state.layers, state.position))
+        moved = [index for index, array in enumerate(arrays) if array.ndim]
+        in_place = isinstance(self._packed.layers, layers_packing.PackedLayers)
+        if not in_place or not reorder.fits([arrays[index] for index in moved], beams):
+            return self._model.reorder(state, parents, beams)
+        for index, array in zip(moved, reorder.reorder([arrays[index] for index in moved], parents, beams)):
+            arrays[index] = array
+        layers, position = jax.tree.unflatten(structure, arrays)
+        return state._replace(layers=layers, position=position)
 
     def _first_matrix(self, layer: LayerMatrices | None) -> Array | None:
         """The first matrix that a layer reads; after the last layer (None), that of the vocabulary."""

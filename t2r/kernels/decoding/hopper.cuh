@@ -37,6 +37,10 @@ u32 read_clock() {
   return cycles;
 }
 
+void pause(u32 cycles) {
+  for (const u32 begin = read_clock(); read_clock() - begin < cycles;) {}
+}
+
 // Barriers in shared memory that count bytes (mbarrier). A phase ends when all bytes expected in it have arrived.
 
 void init_barrier(u64* barrier, u32 arrivals = 1) {  // of `expect_bytes` or `arrive`, in each phase
@@ -85,10 +89,6 @@ void send(const void* to, int rank, uint4 x, const u64* barrier) {
 void load_async(void* to, const void* from, u32 bytes, u64* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
-}
-
-void prefetch_bulk(const void* from, u32 bytes) {  // into L2
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 // Asynchronous stores to global memory. Threads that have written the data call the fence; then one thread stores it,

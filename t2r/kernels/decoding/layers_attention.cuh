@@ -9,9 +9,9 @@ struct StatePart {  // bytes
 };
 
 template <typename Use>
-void for_each_state(const Role& role, int head, int kind, Use use) {  // use(place, index of the sequence's head)
+void for_each_state(const StateRole& role, int head, int kind, Use use) {  // use(place, index of the sequence's head)
   for (int place = 0; place < RANK_ROWS; place++) {
-    if (role.row(place) < BATCH) use(place, role.row(place) / sharing(kind) * KV_HEADS + head);
+    if (role.row(place) < BATCH) use(place, role.row(place) / sharing(kind) * KV_HEADS + head / role.parts);
   }
 }
 
@@ -19,7 +19,7 @@ void for_each_state(const Role& role, int head, int kind, Use use) {  // use(pla
 void load_state(Shared& shared, int layer, int i) {
   for (; layer < LAYERS; layer++, i = 0) {
     const Layer& own = shared.fixed.layers[layer];
-    const Role role(own.kind);
+    const StateRole role(own.kind);
     if (is_softmax(own.kind) || i >= role.heads) continue;
     const StatePart part(own);
     const u32 slots = own.kind == WINDOWED ? part.window : 0;
@@ -39,13 +39,21 @@ void load_state(Shared& shared, int layer, int i) {
   }
 }
 
-void store_state(Shared& shared, const Layer& layer, const Role& role, int head) {
+void store_state(Shared& shared, const Layer& layer, const StateRole& role, int head) {
+  if (head % role.parts > 0) return;
   const StatePart part(layer);
   for_each_state(role, head, layer.kind, [&](int place, int index) {
     store_async(layer.S + (u64)index * (part.S / 4), shared.fixed.S[place], part.S);
     store_async(layer.z + (u64)index * (part.z / 4), shared.fixed.new_z[place], part.z);
   });
   commit_stores();
+}
+
+// All clusters that share a head have its state before the first of them changes it: called before the barrier of all
+// blocks that precedes this layer. The next state that was loaded is that of this layer.
+void wait_for_state(Fixed& fixed, int layer, u32 states) {
+  if (HEAD_PARTS == 1 || layer >= LAYERS || is_softmax(fixed.layers[layer].kind)) return;
+  if (StateRole(fixed.layers[layer].kind).heads > 0) wait_for_loads(&fixed.state_barrier, states % 2);
 }
 
 void load_vectors(Shared& shared, int layer) {
@@ -57,19 +65,20 @@ void load_vectors(Shared& shared, int layer) {
 }
 
 // Attention. Warps divide items among themselves: use(place, item) for `items` of each of this rank's sequences.
-template <typename Use>
-void for_each_by_warp(const Role& role, int items, Use use) {
+template <typename AnyRole, typename Use>
+void for_each_by_warp(const AnyRole& role, int items, Use use) {
   for (int i = warp(); i < RANK_ROWS * items; i += WARPS) {
     if (role.row(i / items) < BATCH) use(i / items, i % items);
   }
 }
 
 // Normalises and rotates queries and the key.
-void prepare(Fixed& fixed, const Role& role, const Layer& layer, const HeadVectors& vectors) {
-  for_each_by_warp(role, QUERIES + 1, [&](int place, int head) {
+template <typename AnyRole>
+void prepare(Fixed& fixed, const AnyRole& role, const Layer& layer, const HeadVectors& vectors) {
+  for_each_by_warp(role, role.queries + 1, [&](int place, int head) {
     float* x = fixed.qkv[place] + head * HEAD_DIM;
     if (QUERY_NORM) {
-      const float* scale = head < QUERIES ? vectors.query_scale : vectors.key_scale;
+      const float* scale = head < role.queries ? vectors.query_scale : vectors.key_scale;
       float squares = 0;
       for (int i = lane(); i < HEAD_DIM; i += 32) squares += x[i] * x[i];
       const float factor = rsqrtf(sum_over_lanes(squares, 1, 16) / HEAD_DIM + NORM_EPS);
@@ -99,18 +108,19 @@ int slot_of(int position) {  // of a window: sinks have their own, later keys ta
 int group() { return lane() / 4; }
 int quarter() { return lane() % 4; }
 
-constexpr int MAPPED = RANK_ROWS * (QUERIES + 1);  // vectors that φ maps: of each sequence its queries, then a key
+constexpr int OWN_QUERIES = StateRole::queries;
+constexpr int MAPPED = RANK_ROWS * (OWN_QUERIES + 1);  // vectors that φ maps: of each sequence its queries, then a key
 
 // φ of all queries, and of the key that enters S and z: the new one, or the one that leaves the window, if one does.
 // Cross attention has no key. By tensor cores: 16 vectors with 8 features, of which thread (g, c) of 8 × 4 has 2c and
 // 2c + 1 of vectors g and g + 8. The order of channels in a sum is free: a thread has four consecutive ones of 16.
-void map_features(Fixed& fixed, const Role& role, int layer, int kind, const HeadVectors& vectors) {
+void map_features(Fixed& fixed, const StateRole& role, int layer, int kind, const HeadVectors& vectors) {
   const auto enters = [&](int row) { return kind == WINDOWED ? leaves(fixed, layer, row) : fixed.keep[row] > 0; };
   if (is_merged(kind)) {
     for (u32 item = threadIdx.x; item < MAPPED * FEATURES; item += THREADS) {
-      const int place = item / ((QUERIES + 1) * FEATURES), head = item / FEATURES % (QUERIES + 1), f = item % FEATURES;
+      const int place = item / ((OWN_QUERIES + 1) * FEATURES), head = item / FEATURES % (OWN_QUERIES + 1), f = item % FEATURES;
       if (role.row(place) >= BATCH) continue;
-      const bool is_mapped = head < QUERIES || (!is_cross(kind) && enters(role.row(place)));
+      const bool is_mapped = head < OWN_QUERIES || (!is_cross(kind) && enters(role.row(place)));
       fixed.features[place][head][f] = is_mapped ? fixed.qkv[place][head * FEATURES + f] : 0;
     }
   } else {
@@ -121,9 +131,9 @@ void map_features(Fixed& fixed, const Role& role, int layer, int kind, const Hea
 #pragma unroll
       for (int half = 0; half < 2; half++) {  // vectors that do not exist are others, in vain
         const int vector = first + 8 * half < MAPPED ? first + 8 * half : 0;
-        const int place = vector / (QUERIES + 1), head = vector % (QUERIES + 1), row = role.row(place);
+        const int place = vector / (OWN_QUERIES + 1), head = vector % (OWN_QUERIES + 1), row = role.row(place);
         x[half] = fixed.qkv[place] + head * HEAD_DIM + quarter() * 4;
-        if (HAS_WINDOW && kind == WINDOWED && head == QUERIES && row < BATCH) {
+        if (HAS_WINDOW && kind == WINDOWED && head == OWN_QUERIES && row < BATCH) {
           old[half] = fixed.window[place][0] + slot_of(fixed.count[layer][row]) * SLOT_WORDS + quarter() * 2;
         }
       }
@@ -142,10 +152,10 @@ void map_features(Fixed& fixed, const Role& role, int layer, int kind, const Hea
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int vector = first + i / 2 * 8, f = feature + quarter() * 2 + i % 2;
-        const int place = vector / (QUERIES + 1), head = vector % (QUERIES + 1), row = role.row(place);
+        const int place = vector / (OWN_QUERIES + 1), head = vector % (OWN_QUERIES + 1), row = role.row(place);
         if (vector >= MAPPED || row >= BATCH) continue;
-        const float mapped = fmaxf(sums[i] * (head < QUERIES ? QUERY_SCALE : 1) + vectors.map_bias[f], 0.f);
-        const bool is_mapped = head < QUERIES || (!is_cross(kind) && enters(row));
+        const float mapped = fmaxf(sums[i] * (head < OWN_QUERIES ? QUERY_SCALE : 1) + vectors.map_bias[f], 0.f);
+        const bool is_mapped = head < OWN_QUERIES || (!is_cross(kind) && enters(row));
         fixed.features[place][head][f] = is_mapped ? mapped : 0;
       }
     }
@@ -162,37 +172,38 @@ void map_features(Fixed& fixed, const Role& role, int layer, int kind, const Hea
 }
 
 // Four attention outputs of one query head of a sequence, to be sent.
-void stage(Fixed& fixed, int place, int query, int d, float4 four) {
-  ((uint2*)fixed.staged)[(place * ATTENDED + query * HEAD_DIM + d) / 4] = to_bfloats(four);
+template <typename AnyRole>
+void stage(Fixed& fixed, const AnyRole& role, int place, int query, int d, float4 four) {
+  ((uint2*)fixed.staged)[(place * role.attended + query * HEAD_DIM + d) / 4] = to_bfloats(four);
 }
 
 // S + φ(k) ⊗ v and z + φ(k), and with them φ(q)·S and φ(q)·z. A warp has 16 columns of S: lanes are 8 parts of the
 // features × 4 columns each. Without a window, the output is their quotient. All is loaded before anything is stored:
 // the compiler does not know that these are different places.
-void linear_step(Fixed& fixed, const Role& role, int kind) {
+void linear_step(Fixed& fixed, const StateRole& role, int kind) {
   constexpr int OWN = FEATURES / 8;
   for_each_by_warp(role, HEAD_DIM / 16, [&](int place, int slab) {
     const int column = slab * 16 + quarter() * 4;
-    const int before_value = (QUERIES + 1) * (is_merged(kind) ? FEATURES : HEAD_DIM);
+    const int before_value = (OWN_QUERIES + 1) * (is_merged(kind) ? FEATURES : HEAD_DIM);
     const float* value = kind == WINDOWED ? fixed.leaving[place] : fixed.qkv[place] + before_value;
     const float4 v = is_cross(kind) ? make_float4(0, 0, 0, 0) : four_at(value + column);
     float4 S[OWN];
-    float k[OWN], z[OWN], q[QUERIES][OWN];
+    float k[OWN], z[OWN], q[OWN_QUERIES][OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
       const int f = group() + 8 * i;
       S[i] = four_at(&fixed.S[place][f * HEAD_DIM + column]);
-      k[i] = fixed.features[place][QUERIES][f], z[i] = fixed.z[place][f];
+      k[i] = fixed.features[place][OWN_QUERIES][f], z[i] = fixed.z[place][f];
 #pragma unroll
-      for (int r = 0; r < QUERIES; r++) q[r][i] = fixed.features[place][r][f];
+      for (int r = 0; r < OWN_QUERIES; r++) q[r][i] = fixed.features[place][r][f];
     }
-    float4 numerator[QUERIES] = {};
-    float denominator[QUERIES] = {};
+    float4 numerator[OWN_QUERIES] = {};
+    float denominator[OWN_QUERIES] = {};
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
       S[i] = add(S[i], k[i], v), z[i] += k[i];
 #pragma unroll
-      for (int r = 0; r < QUERIES; r++) {
+      for (int r = 0; r < OWN_QUERIES; r++) {
         numerator[r] = add(numerator[r], q[r][i], S[i]);
         denominator[r] += q[r][i] * z[i];
       }
@@ -204,7 +215,7 @@ void linear_step(Fixed& fixed, const Role& role, int kind) {
       if (slab == 0 && quarter() == 0) fixed.new_z[place][f] = z[i];
     }
 #pragma unroll
-    for (int r = 0; r < QUERIES; r++) {
+    for (int r = 0; r < OWN_QUERIES; r++) {
       float4& n = numerator[r];
       n = make_float4(sum_over_lanes(n.x, 4, 16), sum_over_lanes(n.y, 4, 16), sum_over_lanes(n.z, 4, 16),
                       sum_over_lanes(n.w, 4, 16));
@@ -212,29 +223,30 @@ void linear_step(Fixed& fixed, const Role& role, int kind) {
     }
     if (lane() >= 4) return;
 #pragma unroll
-    for (int r = 0; r < QUERIES; r++) {
+    for (int r = 0; r < OWN_QUERIES; r++) {
       const float d = denominator[r];
       if (kind == WINDOWED) {
         four_at(&fixed.distant[place][r][column]) = numerator[r];
         if (slab == 0 && lane() == 0) fixed.distant[place][r][HEAD_DIM] = d;
       } else {
         const float normaliser = NORMALIZER_CLAMPS ? fmaxf(d, NORMALIZER_VALUE) : d + NORMALIZER_VALUE;
-        stage(fixed, place, r, column, scaled(numerator[r], 1 / normaliser));
+        stage(fixed, role, place, r, column, scaled(numerator[r], 1 / normaliser));
       }
     }
   });
 }
 
 // The new key and value take their slot of the window, in shared and in global memory.
-void enter_window(Fixed& fixed, const Role& role, const Layer& layer, int number, int head) {
+void enter_window(Fixed& fixed, const StateRole& role, const Layer& layer, int number, int head) {
   for (u32 item = threadIdx.x; item < RANK_ROWS * 2 * SLOT_WORDS; item += THREADS) {
     const int place = item / (2 * SLOT_WORDS), row = role.row(place);
     const int which = item / SLOT_WORDS % 2, word = item % SLOT_WORDS;  // of the key, or of the value
     if (row >= BATCH || fixed.keep[row] == 0) continue;
-    const float* x = fixed.qkv[place] + (QUERIES + which) * HEAD_DIM + 2 * word;
+    const float* x = fixed.qkv[place] + (OWN_QUERIES + which) * HEAD_DIM + 2 * word;
     const int slot = slot_of(fixed.count[number][row]) * SLOT_WORDS + word;
-    u32* all = (which ? layer.v : layer.k) + (u64)(row * KV_HEADS + head) * WINDOW_SLOTS * SLOT_WORDS;
-    fixed.window[place][which][slot] = all[slot] = to_bfloats(x[0], x[1]);
+    u32* all = (which ? layer.v : layer.k) + (u64)(row * KV_HEADS + head / role.parts) * WINDOW_SLOTS * SLOT_WORDS;
+    fixed.window[place][which][slot] = to_bfloats(x[0], x[1]);
+    if (head % role.parts == 0) all[slot] = to_bfloats(x[0], x[1]);
   }
 }
 
@@ -266,57 +278,89 @@ float dot(const float* q, const Words<LANE_WORDS>& k) {
   return sum;
 }
 
-// Exact scores of the keys in a window; a warp has four slots at once.
-void window_scores(Fixed& fixed, const Role& role) {
-  for_each_by_warp(role, (WINDOW_SLOTS + 3) / 4, [&](int place, int block) {
-    const int slot = block * 4 + lane() / 8;
-    Words<LANE_WORDS> k;
-    k.load(fixed.window[place][0] + (slot < WINDOW_SLOTS ? slot : 0) * SLOT_WORDS + lane() % 8 * LANE_WORDS);
+// Softmax over the keys in a window. Warps that would have no query share the slots; then their results are merged.
+
+constexpr int PART = HEAD_DIM + 4;  // of a query: numerators, sum, largest score; of a window also the mixture's
+constexpr int WINDOW_PARTS = RANK_ROWS * OWN_QUERIES < WARPS ? WARPS / (RANK_ROWS * OWN_QUERIES) : 1;
+constexpr int PART_SLOTS = share(share(WINDOW_SLOTS, 0, WINDOW_PARTS), 0, 4) * 4;  // a warp has four slots at once
+static_assert(RANK_ROWS * OWN_QUERIES * WINDOW_PARTS * PART <= WARPS * REDUCED * ROWS * 16, "unsupported sizes");
+
+float* window_part(Fixed& fixed, int place, int query, int part) {
+  return (float*)fixed.partial + ((place * OWN_QUERIES + query) * WINDOW_PARTS + part) * PART;
+}
+
+void attend_to_window(Fixed& fixed, const StateRole& role, int layer, const HeadVectors& vectors) {
+  for_each_by_warp(role, OWN_QUERIES * WINDOW_PARTS, [&](int place, int item) {
+    const int r = item / WINDOW_PARTS, part = item % WINDOW_PARTS, row = role.row(place);
+    const int count = fixed.count[layer][row] + (fixed.keep[row] > 0), first = part * PART_SLOTS;
+    const int filled = count < WINDOW_SLOTS ? count : WINDOW_SLOTS;
+    const int end = filled < first + PART_SLOTS ? filled : first + PART_SLOTS;
+    const float* q = fixed.qkv[place] + r * HEAD_DIM;
+    float *weights = fixed.scores[place][r], *own = window_part(fixed, place, r, part);
+    float scores[PART_SLOTS / 4], largest = -1e30f, sum = 0, mixture = 0;
 #pragma unroll
-    for (int r = 0; r < QUERIES; r++) {
-      const float score = sum_over_lanes(dot(fixed.qkv[place] + r * HEAD_DIM + lane() % 8 * 2 * LANE_WORDS, k), 1, 4);
-      if (lane() % 8 == 0 && slot < WINDOW_SLOTS) fixed.scores[place][r][slot] = QUERY_SCALE * score;
+    for (int i = 0; i < PART_SLOTS / 4; i++) {
+      const int slot = first + 4 * i + lane() / 8;
+      Words<LANE_WORDS> k;
+      k.load(fixed.window[place][0] + (slot < WINDOW_SLOTS ? slot : 0) * SLOT_WORDS + lane() % 8 * LANE_WORDS);
+      scores[i] = QUERY_SCALE * sum_over_lanes(dot(q + lane() % 8 * 2 * LANE_WORDS, k), 1, 4);
+      if (slot < end) largest = fmaxf(largest, scores[i]);
+    }
+    largest = largest_over_lanes(largest, 8, 16);
+#pragma unroll
+    for (int i = 0; i < PART_SLOTS / 4; i++) {
+      const int slot = first + 4 * i + lane() / 8;
+      const float weight = slot < end ? expf(scores[i] - largest) : 0;
+      sum += weight;
+      if (lane() % 8 == 0 && slot < end) weights[slot] = weight;
+    }
+    if (part == 0) {
+      for (int i = lane(); i < HEAD_DIM; i += 32) mixture += q[i] * vectors.mixture[r * HEAD_DIM + i];
+    }
+    sum = sum_over_lanes(sum, 8, 16), mixture = sum_over_lanes(mixture, 1, 16);
+    if (lane() == 0) four_at(own + HEAD_DIM) = make_float4(sum, largest, mixture, 0);
+    __syncwarp();
+    // Lanes divide channels among themselves, and if there are more of them also the slots.
+    constexpr int QUADS = HEAD_DIM / 4, SHARES = 32 % QUADS == 0 ? 32 / QUADS : 1;
+    const int share = SHARES > 1 ? lane() / QUADS : 0;
+    for (int d = (SHARES > 1 ? lane() % QUADS : lane()) * 4; d < HEAD_DIM; d += 128) {
+      float4 out = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+      for (int slot = first + share; slot < end; slot += SHARES) {
+        const uint2 v = *(const uint2*)&fixed.window[place][1][slot * SLOT_WORDS + d / 2];
+        out = add(out, weights[slot], make_float4(low_of(v.x), high_of(v.x), low_of(v.y), high_of(v.y)));
+      }
+      if (SHARES > 1) {
+        out = make_float4(sum_over_lanes(out.x, QUADS, 16), sum_over_lanes(out.y, QUADS, 16),
+                          sum_over_lanes(out.z, QUADS, 16), sum_over_lanes(out.w, QUADS, 16));
+      }
+      if (share == 0) four_at(own + d) = out;
     }
   });
   sync();
 }
 
 // Exact and distant keys under one normaliser: see t2r/attention/windowed.py.
-void window_outputs(Fixed& fixed, const Role& role, int layer, const HeadVectors& vectors) {
-  for_each_by_warp(role, QUERIES, [&](int place, int r) {
-    const int row = role.row(place), count = fixed.count[layer][row] + (fixed.keep[row] > 0);
-    const int filled = count < WINDOW_SLOTS ? count : WINDOW_SLOTS;
-    const float* q = fixed.qkv[place] + r * HEAD_DIM;
-    float* scores = fixed.scores[place][r];
-    float mix = 0, largest = -1e30f, near = 0;
-    for (int i = lane(); i < HEAD_DIM; i += 32) mix += q[i] * vectors.mixture[r * HEAD_DIM + i];
-    for (int i = lane(); i < filled; i += 32) largest = fmaxf(largest, scores[i]);
-    largest = largest_over_lanes(largest, 1, 16);
-    mix = expf(fminf(sum_over_lanes(mix, 1, 16) + vectors.mixture_bias[r] - largest, MOST_MIXTURE));
-    for (int i = lane(); i < filled; i += 32) {
-      scores[i] = expf(scores[i] - largest);
-      near += scores[i];
+void window_outputs(Fixed& fixed, const StateRole& role, const HeadVectors& vectors) {
+  constexpr int QUADS = HEAD_DIM / 4;
+  for (u32 item = threadIdx.x; item < RANK_ROWS * OWN_QUERIES * QUADS; item += THREADS) {
+    const int place = item / (OWN_QUERIES * QUADS), r = item / QUADS % OWN_QUERIES, d = item % QUADS * 4;
+    if (role.row(place) >= BATCH) continue;
+    const float *parts = window_part(fixed, place, r, 0), *distant = fixed.distant[place][r];
+    float largest = -1e30f;
+#pragma unroll
+    for (int i = 0; i < WINDOW_PARTS; i++) largest = fmaxf(largest, parts[i * PART + HEAD_DIM + 1]);
+    const float mix = expf(fminf(parts[HEAD_DIM + 2] + vectors.mixture_bias[r] - largest, MOST_MIXTURE));
+    float total = mix * fmaxf(distant[HEAD_DIM], 0.f);
+    float4 out = scaled(four_at(distant + d), mix);
+#pragma unroll
+    for (int i = 0; i < WINDOW_PARTS; i++) {
+      const float factor = expf(parts[i * PART + HEAD_DIM + 1] - largest);
+      total += factor * parts[i * PART + HEAD_DIM];
+      out = add(out, factor, four_at(parts + i * PART + d));
     }
-    near = sum_over_lanes(near, 1, 16);
-    __syncwarp();
-    const float total = near + mix * fmaxf(fixed.distant[place][r][HEAD_DIM], 0.f), scale = 1 / (total > 0 ? total : 1);
-    // Lanes divide channels among themselves, and if there are more of them also the slots.
-    constexpr int QUADS = HEAD_DIM / 4, PARTS = 32 % QUADS == 0 ? 32 / QUADS : 1;
-    const int part = PARTS > 1 ? lane() / QUADS : 0;
-    for (int d = (PARTS > 1 ? lane() % QUADS : lane()) * 4; d < HEAD_DIM; d += 128) {
-      float4 out = scaled(four_at(&fixed.distant[place][r][d]), part == 0 ? mix : 0);
-#pragma unroll 4
-      for (int slot = part; slot < filled; slot += PARTS) {
-        const uint2 v = *(const uint2*)&fixed.window[place][1][slot * SLOT_WORDS + d / 2];
-        out = add(out, scores[slot], make_float4(low_of(v.x), high_of(v.x), low_of(v.y), high_of(v.y)));
-      }
-      if (PARTS > 1) {
-        out = make_float4(sum_over_lanes(out.x, QUADS, 16), sum_over_lanes(out.y, QUADS, 16),
-                          sum_over_lanes(out.z, QUADS, 16), sum_over_lanes(out.w, QUADS, 16));
-      }
-      if (part == 0) stage(fixed, place, r, d, scaled(out, scale));
-    }
-  });
+    stage(fixed, role, place, r, d, scaled(out, 1 / (total > 0 ? total : 1)));
+  }
 }
 
 // Softmax over this rank's part of a sequence's cache, by tensor cores: 16 rows of queries, of which most are nothing,
@@ -328,7 +372,6 @@ void window_outputs(Fixed& fixed, const Role& role, int layer, const HeadVectors
 // of the values at positions 2c, 2c + 1, 2c + 8 and 2c + 9 of 16.
 
 constexpr int POSITIONS = HEAD_DIM > 128 ? 16 : 32;
-constexpr int PART = HEAD_DIM + 4;  // numerators, sum and largest score of a query
 constexpr int FITTING_QUERIES = REDUCED * ROWS * 16 / PART < 16 ? REDUCED * ROWS * 16 / PART : 16;
 constexpr int QUERIES_AT_ONCE = QUERIES < FITTING_QUERIES ? QUERIES : FITTING_QUERIES;
 constexpr int HALVES = QUERIES_AT_ONCE > 8 ? 2 : 1;  // a thread has rows g and g + 8
@@ -365,7 +408,8 @@ void attend_to_new_token(RunningSoftmax& softmax, const float* const (&q)[HALVES
   }
 }
 
-void attend_to_cache(Fixed& fixed, const Role& role, const Layer& layer, int number, int head, int place, int first) {
+void attend_to_cache(Fixed& fixed, const CacheRole& role, const Layer& layer, int number, int head, int place,
+                     int first) {
   constexpr int KEY_WORDS = HEAD_DIM / 8, VALUE_WORDS = HEAD_DIM / 16, TILES = POSITIONS / 8;
   const int row = role.row(place), capacity = fixed.capacity[is_cross(layer.kind)];
   const bool is_full = fixed.count[number][row] >= capacity;  // as a source is: there is no new token
@@ -477,7 +521,8 @@ float4 merge(const float* parts, int count, int stride, int d, bool partly) {
 
 constexpr u32 PARTS_BYTES = SPLITS * QUERIES * PART * 4;
 
-void softmax_attention(Shared& shared, const Role& role, const Layer& layer, int number, int head, u32& exchanges) {
+void softmax_attention(Shared& shared, const CacheRole& role, const Layer& layer, int number, int head,
+                       u32& exchanges) {
   Fixed& fixed = shared.fixed;
   constexpr int QUARTERS = HEAD_DIM / 4 + 1;
   for (int place = 0; place < RANK_ROWS; place++) {
@@ -495,7 +540,7 @@ void softmax_attention(Shared& shared, const Role& role, const Layer& layer, int
           const float4 part = merge(parts, WARPS, stride, d, true);
           send(&fixed.parts[role.split()][first + r][d], role.rank - role.split(), part, &fixed.parts_barrier);
         } else if (d < HEAD_DIM) {
-          stage(fixed, place, first + r, d, merge(parts, WARPS, stride, d, false));
+          stage(fixed, role, place, first + r, d, merge(parts, WARPS, stride, d, false));
         }
       }
       sync();
@@ -505,7 +550,7 @@ void softmax_attention(Shared& shared, const Role& role, const Layer& layer, int
       if (threadIdx.x == 0) expect_bytes(&fixed.parts_barrier, PARTS_BYTES);
       for (u32 item = threadIdx.x; item < QUERIES * HEAD_DIM / 4; item += THREADS) {
         const int r = item / (HEAD_DIM / 4), d = item % (HEAD_DIM / 4) * 4;
-        stage(fixed, place, r, d, merge(fixed.parts[0][r], SPLITS, QUERIES * PART, d, false));
+        stage(fixed, role, place, r, d, merge(fixed.parts[0][r], SPLITS, QUERIES * PART, d, false));
       }
     }
     const int count = fixed.count[number][row], capacity = fixed.capacity[0];
@@ -521,8 +566,9 @@ void softmax_attention(Shared& shared, const Role& role, const Layer& layer, int
   sync();
 }
 
-void send_attended(Shared& shared, const Role& role) {
-  constexpr int PIECES = ATTENDED / 8;
+template <typename AnyRole>
+void send_attended(Shared& shared, const AnyRole& role) {
+  constexpr int PIECES = AnyRole::attended / 8;
   for (u32 item = threadIdx.x; item < RANK_ROWS * PIECES * RANKS; item += THREADS) {
     const int place = item / (PIECES * RANKS), piece = item / RANKS % PIECES;
     if (!role.owns(place)) continue;

@@ -68,6 +68,7 @@ class Sizes(NamedTuple):
     width: int
     kv_heads: int
     queries: int  # query heads for each key/value head
+    head_parts: int  # clusters that share a key/value head and its queries, in layers that are not softmax
     head_dim: int
     features: int  # the most of all layers, padded to whole tiles
     gated: bool
@@ -82,10 +83,13 @@ class Sizes(NamedTuple):
         config, layers = model.config, kernel_layers(model)
         features = max(1, *(features_of(layer.attention) for layer in layers))
         rank_units = grid.ranks * (8 if config.gated else TILE)
+        queries = config.heads // config.kv_heads
+        parts = (n for n in range(queries, 0, -1) if queries % n == 0 and n * config.kv_heads <= grid.clusters)
         return cls(
             config.width,
             config.kv_heads,
-            config.heads // config.kv_heads,
+            queries,
+            next(parts, 1),
             config.head_dim,
             -(-features // TILE) * TILE,
             config.gated,
@@ -101,20 +105,37 @@ class Sizes(NamedTuple):
         """Feed-forward units of a tile; with gates, each has two outputs."""
         return 8 if self.gated else TILE
 
+    # What is called a head here is a key/value head with its queries, or one of `head_parts` of it, with some of them.
+
+    def parts(self, kind: str) -> int:
+        return 1 if kind.endswith("softmax") else self.head_parts
+
+    def all_heads(self, kind: str) -> int:
+        return self.kv_heads * self.parts(kind)
+
+    def queries_of(self, kind: str) -> int:
+        """Of each head."""
+        return self.queries // self.parts(kind)
+
     @property
-    def attended(self) -> int:
-        """Attention outputs for each key/value head."""
-        return self.queries * self.head_dim
+    def most_queries(self) -> int:
+        """Of each head, in the layers that have most."""
+        return max(map(self.queries_of, self.kinds))
+
+    def attended(self, kind: str) -> int:
+        """Attention outputs for each head."""
+        return self.queries_of(kind) * self.head_dim
 
     def qkv(self, kind: str) -> int:
-        """Outputs of the projections for each key/value head."""
+        """Outputs of the projections for each head."""
+        queries = self.queries_of(kind)
         sizes = {
-            "merged": (self.queries + 1) * self.features + self.head_dim,
-            "cross_merged": self.queries * self.features,
-            "cross_linear": self.queries * self.head_dim,
-            "cross_softmax": self.queries * self.head_dim,
+            "merged": (queries + 1) * self.features + self.head_dim,
+            "cross_merged": queries * self.features,
+            "cross_linear": queries * self.head_dim,
+            "cross_softmax": queries * self.head_dim,
         }
-        return sizes.get(kind, (self.queries + 2) * self.head_dim)
+        return sizes.get(kind, (queries + 2) * self.head_dim)
 
     @property
     def qkv_most(self) -> int:
@@ -136,16 +157,16 @@ class Sizes(NamedTuple):
         return [rows // clusters + (cluster >= clusters - rows % clusters) for cluster in range(clusters)]
 
     def heads(self, kind: str, cluster: int) -> list[int]:
-        """The key/value heads of a cluster. Softmax layers share a head among clusters that would have none."""
+        """The heads of a cluster. In softmax layers, clusters that would have none share those of others."""
         clusters = self.grid.clusters
         replicas = clusters // self.kv_heads
         if kind.endswith("softmax") and replicas > 1:
             return [cluster % self.kv_heads] if cluster < replicas * self.kv_heads else []
-        return list(range(cluster, self.kv_heads, clusters))
+        return list(range(cluster, self.all_heads(kind), clusters))
 
     @property
     def most_heads(self) -> int:
-        return -(-self.kv_heads // self.grid.clusters)
+        return -(-self.kv_heads * self.head_parts // self.grid.clusters)
 
     def dealt(self, tiles: int, rank: int) -> np.ndarray:
         """Tiles of a matrix's outputs that a rank has."""
@@ -156,17 +177,8 @@ class Sizes(NamedTuple):
 
     @property
     def chunk_tiles(self) -> int:
-        """Tiles of a chunk: those with which the blocks of the first cluster, which has a head, have least to do."""
-        heads = self.most_heads
-        stream, hidden = -(-self.width // TILE // self.grid.ranks // WARPS), max(self.up_tiles) * self.grid.ranks
-        inputs = [self.attended // TILE] * heads + [hidden * self.unit_tile // TILE]
-
-        def cost(tiles: int) -> int:  # waiting for a chunk takes about as long as multiplying two tiles
-            products = heads * self.most(self.qkv_most // TILE) + max(self.up_tiles)
-            chunks = products * -(-self.warp_steps // tiles) + stream * sum(-(-steps // tiles) for steps in inputs)
-            return chunks * (tiles + 2)
-
-        return min(range(MOST_CHUNK_TILES, 3, -1), key=cost)
+        """Tiles of a chunk."""
+        return _chunk_tiles(self)
 
     @property
     def rounds(self) -> int:
@@ -184,6 +196,23 @@ class Sizes(NamedTuple):
         """The same of a round, in whole chunks."""
         chunks = -(-self.warp_steps // self.chunk_tiles)
         return -(-chunks // self.rounds) * self.chunk_tiles
+
+
+@functools.lru_cache(maxsize=16)
+def _chunk_tiles(sizes: Sizes) -> int:
+    """Those with which the blocks that have a head, and most units, have least to do."""
+    heads, units, ranks = sizes.most_heads, max(sizes.up_tiles), sizes.grid.ranks
+    stream = -(-sizes.width // TILE // ranks // WARPS)
+
+    def cost(tiles: int) -> int:  # of all layers; waiting for a chunk takes about as long as multiplying two tiles
+        chunks = 0
+        for kind in sizes.kinds:
+            products = heads * sizes.most(sizes.qkv(kind) // TILE) + units
+            inputs = [sizes.attended(kind) // TILE] * heads + [units * ranks * sizes.unit_tile // TILE]
+            chunks += products * -(-sizes.warp_steps // tiles) + stream * sum(-(-steps // tiles) for steps in inputs)
+        return chunks * (tiles + 2)
+
+    return min(range(MOST_CHUNK_TILES, 3, -1), key=cost)
 
 
 def features_of(attention: Any) -> int:
@@ -249,7 +278,7 @@ def layer_matrices(layer: Layer, sizes: Sizes) -> LayerMatrices:
 
 
 def projections(layer: Layer, sizes: Sizes) -> Matrix:
-    """Of each key/value head its queries, key and value, or φ of them; φ is padded to `sizes.features`."""
+    """Of each head its queries, key and value, or φ of them; φ is padded to `sizes.features`."""
     attention, is_cross = layer.attention, layer.kind.startswith("cross")
     linears = [attention.query] if is_cross else [attention.query, attention.key, attention.value]
     parts = []
@@ -258,7 +287,10 @@ def projections(layer: Layer, sizes: Sizes) -> Matrix:
         if layer.kind.endswith("merged") and linear is not getattr(attention, "value", None):
             extra = sizes.features - part.bias.shape[1]
             part = Matrix(*(jnp.pad(x, [(0, 0), (0, extra), *[(0, 0)] * (x.ndim - 2)]) for x in part))
-        parts.append(Matrix(*(x.reshape(sizes.kv_heads, -1, *x.shape[2:]) for x in part)))
+        repeats = 1 if linear is attention.query else sizes.parts(layer.kind)  # parts of a head have the same key
+        count = sizes.all_heads(layer.kind) // repeats
+        part = (jnp.repeat(x.reshape(count, -1, *x.shape[2:]), repeats, 0) for x in part)
+        parts.append(Matrix(*part))
     return Matrix(*(jnp.concatenate(arrays, 1).reshape(-1, *arrays[0].shape[2:]) for arrays in zip(*parts)))
 
 
@@ -304,14 +336,15 @@ def warp_tiles(sizes: Sizes, kind: str, cluster: int, rank: int, warp: int) -> I
     """
     steps, stream = sizes.width // TILE, sizes.dealt(sizes.width // TILE, rank)[warp::WARPS]
     own_steps = np.arange(warp, steps, WARPS)
-    qkv_tiles, head_steps, unit_steps = sizes.qkv(kind) // TILE, sizes.attended // TILE, sizes.units // TILE
-    first_out = sizes.kv_heads * qkv_tiles * steps
-    first_up = first_out + steps * sizes.kv_heads * head_steps
+    qkv_tiles, head_steps, unit_steps = sizes.qkv(kind) // TILE, sizes.attended(kind) // TILE, sizes.units // TILE
+    heads = sizes.all_heads(kind)
+    first_out = heads * qkv_tiles * steps
+    first_up = first_out + steps * heads * head_steps
     first_down = first_up + sizes.units // sizes.unit_tile * steps
     for head in sizes.heads(kind, cluster):
         own = sizes.dealt(qkv_tiles, rank)
         yield from stream_tiles(sizes, (head * qkv_tiles + own) * steps, own_steps)
-        rows = first_out + stream * (sizes.kv_heads * head_steps)
+        rows = first_out + stream * (heads * head_steps)
         yield from operand_tiles(sizes, rows, head * head_steps + np.arange(head_steps))
     if not sizes.has_units(kind):
         yield np.zeros(0, int)  # it may have none
@@ -358,7 +391,7 @@ def pack_vectors(layer: Layer, matrices: LayerMatrices, sizes: Sizes, norms_afte
 
 def vector_sources(layer: Layer, matrices: LayerMatrices, sizes: Sizes) -> dict[str, Array]:
     """The vectors of a layer, whole."""
-    heads = [head_vectors(layer.attention, sizes, head) for head in range(sizes.kv_heads)]
+    heads = [head_vectors(layer, sizes, head) for head in range(sizes.all_heads(layer.kind))]
     sources = dict(zero=jnp.zeros(1), heads=jnp.concatenate(heads))
     for name in ("qkv", "up"):
         matrix = getattr(matrices, name)
@@ -382,7 +415,7 @@ def vector_order(
 ) -> Int[np.ndarray, "blocks size"]:
     """Where each value of the struct `Vectors` of each block is in the concatenation of `vector_sources`."""
     starts = dict(zip((name for name, _ in lengths), np.cumsum([0] + [length for _, length in lengths])))
-    head_size = dict(lengths)["heads"] // sizes.kv_heads
+    head_size = dict(lengths)["heads"] // sizes.all_heads(kind)
     qkv_tiles, stream_tiles = sizes.qkv(kind) // TILE, sizes.width // TILE
     most_qkv, most_stream, ranks = sizes.most(sizes.qkv_most // TILE), sizes.most(stream_tiles), sizes.grid.ranks
 
@@ -427,21 +460,25 @@ def vector_order(
     return np.stack(rows)
 
 
-def head_vectors(attention: Any, sizes: Sizes, head: int) -> Float[Array, "n"]:
+def head_vectors(layer: Layer, sizes: Sizes, head: int) -> Float[Array, "n"]:
     """The rest of the struct `HeadVectors`: φ, the scales of query norms, and the mixture of a window."""
-    dim, features, queries = sizes.head_dim, sizes.features, sizes.queries
+    attention, dim, features, most = layer.attention, sizes.head_dim, sizes.features, sizes.most_queries
+    kv_head = head // sizes.parts(layer.kind)
     extra = features - features_of(attention)  # φ is padded by features that are always zero
     pairs, map_bias = jnp.zeros(dim // 2 * features), jnp.zeros(features)
     scales = [jnp.ones(dim), jnp.ones(dim)]
-    mixture = [jnp.zeros(queries * dim), jnp.zeros(-(-queries // 4) * 4)]
+    mixture = [jnp.zeros(most * dim), jnp.zeros(-(-most // 4) * 4)]
     if attention.kind in ("linear", "windowed"):
-        weight = attention.feature_map.weight[...][head].astype(jnp.bfloat16)  # (features, dim)
+        weight = attention.feature_map.weight[...][kv_head].astype(jnp.bfloat16)  # (features, dim)
         weight = jnp.pad(weight, [(0, extra), (0, 0)])
         pairs = jax.lax.bitcast_convert_type(weight.reshape(features, dim // 2, 2), jnp.float32).T.reshape(-1)
-        map_bias = jnp.pad(attention.feature_map.bias[...][head], (0, extra))
+        map_bias = jnp.pad(attention.feature_map.bias[...][kv_head], (0, extra))
     if attention.kind != "merged" and attention.shape.norm_eps is not None:
         scales = [norm.scale[...] for norm in (attention.query_norm, attention.key_norm)]
     if attention.kind == "windowed":
-        bias = attention.mixture.bias[...][head]
-        mixture = [attention.mixture.weight[...][head].reshape(-1), jnp.pad(bias, (0, -queries % 4))]
+        own = (
+            x[...].reshape(sizes.all_heads(layer.kind), -1)[head]
+            for x in (attention.mixture.weight, attention.mixture.bias)
+        )
+        mixture = [jnp.pad(vector, (0, len(space) - len(vector))) for vector, space in zip(own, mixture)]
     return jnp.concatenate([x.astype(jnp.float32) for x in (pairs, map_bias, *scales, *mixture)])

@@ -28,8 +28,9 @@ constexpr int UNIT_ROWS = FEEDFORWARD / (UNIT_TILE * RANKS);     // tiles for ea
 constexpr int MOST_UP_TILES = (UNIT_ROWS + CLUSTERS - 1) / CLUSTERS;
 constexpr int MOST_STREAM_TILES = share(STREAM_TILES, 0, RANKS);
 constexpr int MOST_QKV_TILES = share(MOST_QKV / 16, 0, RANKS);
-constexpr int MOST_HEADS = share(KV_HEADS, 0, CLUSTERS);         // of a cluster
-constexpr int ATTENDED = QUERIES * HEAD_DIM;                     // outputs of a head's queries
+constexpr int MOST_HEADS = share(KV_HEADS * HEAD_PARTS, 0, CLUSTERS);  // of a cluster
+constexpr int MOST_QUERIES = HAS_SOFTMAX ? QUERIES : QUERIES / HEAD_PARTS;  // of a head
+constexpr int MOST_ATTENDED = MOST_QUERIES * HEAD_DIM;                      // their outputs
 constexpr int MOST_UNITS = MOST_UP_TILES * RANKS * UNIT_TILE;    // of a cluster
 
 // Chunks of an output tile, which are padded to CHUNK_TILES tiles. In a product with the stream a warp has every WARPS-th
@@ -41,7 +42,7 @@ constexpr int ROUNDS = share(WARP_CHUNKS * CHUNK_TILES * GROUPS, 0, ROUND_OPERAN
 constexpr int ROUND_CHUNKS = share(WARP_CHUNKS, 0, ROUNDS), ROUND_STEPS = ROUND_CHUNKS * CHUNK_TILES;
 constexpr int STREAM_CHUNKS = ROUNDS * ROUND_CHUNKS;
 constexpr int operand_chunks(int inputs) { return share(inputs / 16, 0, CHUNK_TILES); }
-constexpr int OPERAND = operand_chunks(ATTENDED > MOST_UNITS ? ATTENDED : MOST_UNITS) * CHUNK_TILES * 16;
+constexpr int OPERAND = operand_chunks(MOST_ATTENDED > MOST_UNITS ? MOST_ATTENDED : MOST_UNITS) * CHUNK_TILES * 16;
 
 static_assert(WIDTH % 16 == 0 && HEAD_DIM % 16 == 0 && FEATURES % 16 == 0, "unsupported sizes");
 static_assert(FEEDFORWARD % (UNIT_TILE * RANKS) == 0 && RANKS * UNIT_TILE % 16 == 0, "unsupported sizes");
@@ -58,27 +59,29 @@ constexpr bool is_cross(int kind) { return TRANSLATES && kind >= CROSS_MERGED; }
 constexpr bool is_merged(int kind) { return HAS_MERGED && (kind == MERGED || (TRANSLATES && kind == CROSS_MERGED)); }
 constexpr bool is_softmax(int kind) { return HAS_SOFTMAX && (kind == SOFTMAX || (TRANSLATES && kind == CROSS_SOFTMAX)); }
 constexpr int sharing(int kind) { return is_cross(kind) ? SHARING : 1; }  // sequences with the same source
-// Outputs of a head's projections: queries, key and value, or φ of them; of cross attention, only queries.
-constexpr int qkv_size(int kind) {
-  return (QUERIES + !is_cross(kind)) * (is_merged(kind) ? FEATURES : HEAD_DIM) + (is_cross(kind) ? 0 : HEAD_DIM);
-}
 
-// What a block computes in a layer.
+// What a block computes in a layer. In softmax layers other blocks have heads and sequences than in the rest. What
+// depends on that alone is constant: indices are divided by it everywhere.
+//
+// In layers that are not softmax, HEAD_PARTS clusters have the same key/value head: each one some of its queries and all
+// of its state, which the first of them stores. Such a part is what is called a head below.
+template <bool IS_SOFTMAX>
 struct Role {
+  static constexpr int parts = IS_SOFTMAX ? 1 : HEAD_PARTS, all_heads = KV_HEADS * parts, queries = QUERIES / parts;
+  static constexpr int replicas = IS_SOFTMAX ? REPLICAS : 1, splits = IS_SOFTMAX ? SPLITS : 1;
+  static constexpr int attended = queries * HEAD_DIM;  // outputs of a head's queries
   int cluster = blockIdx.x / RANKS, rank = blockIdx.x % RANKS;
-  int head = cluster, heads = share(KV_HEADS, cluster, CLUSTERS);  // the first, and how many
-  int replica = 0, replicas = 1, splits = 1;
-  int qkv;                                                         // outputs of a head's projections
-  bool has_units;                                                  // a feed-forward; in translation, after a source
+  int head, heads;  // the first, and how many
+  int replica;
+  int qkv;          // outputs of a head's projections: queries, key and value, or φ of them; cross attention: queries
+  bool has_units;   // a feed-forward; in translation, after a source
 
-  Role(int kind) : qkv(qkv_size(kind)), has_units(!TRANSLATES || is_cross(kind)) {
-    if (!is_softmax(kind)) return;
-    if (REPLICAS > 1) {
-      head = cluster % KV_HEADS, heads = cluster < KV_HEADS * REPLICAS;
-      replica = cluster / KV_HEADS, replicas = REPLICAS;
-    }
-    splits = SPLITS;
-  }
+  Role(int kind)
+      : head(replicas > 1 ? cluster % KV_HEADS : cluster),
+        heads(replicas > 1 ? cluster < KV_HEADS * replicas : share(all_heads, cluster, CLUSTERS)),
+        replica(replicas > 1 ? cluster / KV_HEADS : 0),
+        qkv((queries + !is_cross(kind)) * (is_merged(kind) ? FEATURES : HEAD_DIM) + (is_cross(kind) ? 0 : HEAD_DIM)),
+        has_units(!TRANSLATES || is_cross(kind)) {}
 
   int qkv_tiles() const { return share(qkv / 16, rank, RANKS); }
   int up_tiles() const {
@@ -89,7 +92,7 @@ struct Role {
   int chunks(int warp) const {  // that a warp reads in the whole layer
     const int outputs = share(stream_tiles(), warp, WARPS);
     return (heads * qkv_tiles() + up_tiles()) * STREAM_CHUNKS +
-           outputs * (heads * operand_chunks(ATTENDED) + operand_chunks(units()));
+           outputs * (heads * operand_chunks(attended) + operand_chunks(units()));
   }
 
   // The sequences of this cluster: row n · replicas + replica is its nth. The first of the `splits` ranks that have it
@@ -104,6 +107,8 @@ struct Role {
   int split() const { return splits == 1 ? 0 : rank % splits; }
   bool owns(int place) const { return row(place) < BATCH && split() == 0; }
 };
+typedef Role<false> StateRole;
+typedef Role<true> CacheRole;
 
 // Vectors: of products, biases, and what attention needs. The scales and biases of norms are part of the matrices that
 // follow them.
@@ -118,7 +123,7 @@ struct alignas(16) HeadVectors {
   Outputs<MOST_QKV_TILES> qkv;
   u32 map[HEAD_DIM / 2 * FEATURES];  // φ's matrix: two neighbouring inputs for each feature
   float map_bias[FEATURES], query_scale[HEAD_DIM], key_scale[HEAD_DIM];
-  float mixture[QUERIES * HEAD_DIM], mixture_bias[(QUERIES + 3) / 4 * 4];
+  float mixture[MOST_QUERIES * HEAD_DIM], mixture_bias[(MOST_QUERIES + 3) / 4 * 4];
 };
 
 struct Residual {  // for this rank's channels: the branch's bias; with norms after, the stream's norm
@@ -153,15 +158,15 @@ struct Fixed {
   float2 moments[WARPS][ROWS];           // Σ x and Σ x², over a warp's channels
   float2 norm[ROWS];                     // mean and 1 / deviation
   uint4 operand[OPERAND / 8 * ROWS];     // of the second product, bfloat16: 16 channels of each row, then the next 16
-  uint4 staged[(RANK_ROWS * ATTENDED > MOST_UP_TILES * UNIT_TILE * ROWS ? RANK_ROWS * ATTENDED
-                                                                          : MOST_UP_TILES * UNIT_TILE * ROWS) / 8];
+  uint4 staged[(RANK_ROWS * MOST_ATTENDED > MOST_UP_TILES * UNIT_TILE * ROWS ? RANK_ROWS * MOST_ATTENDED
+                                                                              : MOST_UP_TILES * UNIT_TILE * ROWS) / 8];
   alignas(16) float qkv[RANK_ROWS][MOST_QKV];
-  alignas(16) float features[RANK_ROWS][QUERIES + 1][FEATURES];  // φ(q) of each query head, φ(k)
+  alignas(16) float features[RANK_ROWS][MOST_QUERIES + 1][FEATURES];  // φ(q) of each query head, φ(k)
   alignas(16) float S[RANK_ROWS][S_SIZE], z[RANK_ROWS][FEATURES], new_z[RANK_ROWS][FEATURES];
   alignas(16) u32 window[HAS_WINDOW ? RANK_ROWS : 1][2][HAS_WINDOW ? WINDOW_SLOTS * SLOT_WORDS : 4];  // keys, values
   alignas(16) float leaving[RANK_ROWS][HEAD_DIM];                                 // the value that leaves the window
-  float scores[RANK_ROWS][QUERIES][HAS_WINDOW ? WINDOW_SLOTS : 1];
-  alignas(16) float distant[RANK_ROWS][QUERIES][HEAD_DIM + 4];                    // φ(q)·S, and φ(q)·z
+  float scores[RANK_ROWS][MOST_QUERIES][HAS_WINDOW ? WINDOW_SLOTS : 1];
+  alignas(16) float distant[RANK_ROWS][MOST_QUERIES][HEAD_DIM + 4];                    // φ(q)·S, and φ(q)·z
   alignas(16) float parts[SPLITS][QUERIES][HEAD_DIM + 4];  // softmax over a part: numerators, sum, largest
   float angles[2][ROTARY_TABLES][RANK_ROWS][2][PAIRS > 0 ? PAIRS : 1];  // softmax layers, others: cosines, sines
   float keep[ROWS];
@@ -177,10 +182,10 @@ struct Fixed {
 // Each warp has a ring of weights. Where it has few chunks of a layer, a slot of the ring has several.
 constexpr int MOST_CHUNKS = (MOST_HEADS * MOST_QKV_TILES + MOST_UP_TILES) * STREAM_CHUNKS +
                             share(MOST_STREAM_TILES, 0, WARPS) *
-                                (MOST_HEADS * operand_chunks(ATTENDED) + operand_chunks(MOST_UNITS));
+                                (MOST_HEADS * operand_chunks(MOST_ATTENDED) + operand_chunks(MOST_UNITS));
 constexpr int FITTING_CHUNKS =
     (SHARED_MEMORY - (int)sizeof(Fixed) - 256) / (WARPS * (CHUNK * (int)sizeof(Fragment) + 8));
-constexpr int SLOT_CHUNKS = MOST_CHUNKS > 12 || FITTING_CHUNKS < 4 ? 1 : FITTING_CHUNKS < 6 ? 2 : 3;  // two slots fit
+constexpr int SLOT_CHUNKS = MOST_CHUNKS > 12 || FITTING_CHUNKS < 6 ? 1 : FITTING_CHUNKS < 9 ? 2 : 3;  // three slots fit
 constexpr int FITTING_SLOTS = FITTING_CHUNKS / SLOT_CHUNKS;
 constexpr int SLOTS = FITTING_SLOTS < MOST_SLOTS ? FITTING_SLOTS : MOST_SLOTS;
 static_assert(SLOTS >= 2, "too large for shared memory");

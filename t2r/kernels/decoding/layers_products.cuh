@@ -152,14 +152,15 @@ void stream_product(Shared& shared, Weights& weights, const float* x, int tiles,
 // The second product: of `operand`, for this rank's channels of the stream; each warp has every WARPS-th tile of them.
 // Adds the result to buffer `to` for the rows that `has` accepts. The first weights are read before the operand arrives.
 
+template <typename AnyRole>
 struct OperandProduct {
   Weights& weights;
-  const Role& role;
+  const AnyRole& role;
   const int chunks;  // of each tile
   int left;          // to read, of all tiles
   Chunk now;
 
-  OperandProduct(Weights& weights, const Role& role, int inputs)
+  OperandProduct(Weights& weights, const AnyRole& role, int inputs)
       : weights(weights), role(role), chunks(operand_chunks(inputs)),
         left(share(role.stream_tiles(), weights.warp, WARPS) * chunks) {
     if (left > 0) now = weights.read();
@@ -216,7 +217,8 @@ void norm_of_rows(Fixed& fixed, const float* x) {
 }
 
 // Adds x, with norms after its norm, and the branch's bias: what the sum over all clusters has once.
-void add_residual(Shared& shared, const Role& role, const float* x, float* to, const Residual& residual, bool has_norm,
+template <typename AnyRole>
+void add_residual(Shared& shared, const AnyRole& role, const float* x, float* to, const Residual& residual, bool has_norm,
                   bool norm_is_known) {
   if (NORMS_AFTER && has_norm && !norm_is_known) norm_of_rows(shared.fixed, x);
   for (u32 item = threadIdx.x; item < role.stream_tiles() * ROWS * 4; item += THREADS) {

@@ -45,7 +45,6 @@ struct Weights {
       const Layer& own = shared.fixed.layers[++layer];
       chunks = shared.fixed.chunks[layer][warp];
       next = own.weights + (u64)((blockIdx.x * WARPS + warp) * own.chunks) * CHUNK;
-      prefetch(next, chunks < PREFETCHED ? chunks : PREFETCHED);
     }
     if (chunks == 0) return;  // all are loaded
     const int count = chunks < SLOT_CHUNKS ? chunks : SLOT_CHUNKS;
@@ -54,13 +53,7 @@ struct Weights {
       load_async(ring + free * SLOT_CHUNKS * CHUNK, next, count * CHUNK * sizeof(Fragment), &loaded[free]);
     }
     next += count * CHUNK, chunks -= count;
-    const int ahead = chunks - PREFETCHED + count;  // of those just loaded, for so many there is one PREFETCHED later
-    if (ahead > 0) prefetch(next + (PREFETCHED - count) * CHUNK, ahead < count ? ahead : count);
     free = free + 1 < SLOTS ? free + 1 : 0;
-  }
-
-  void prefetch(const Fragment* from, int count) {  // into L2: while blocks wait for each other, memory need not
-    if (PREFETCHED > 0 && lane() == 0 && count > 0) prefetch_bulk(from, count * CHUNK * sizeof(Fragment));
   }
 
   Chunk read() {

@@ -42,7 +42,6 @@ class Grid(NamedTuple):
     ranks: int = RANKS  # blocks of a cluster
     memory: int = SHARED_MEMORY
     slots: int = 64  # of a warp's ring of weights, at most
-    prefetched: int = 0  # chunks of weights, beyond those in the ring, that a warp has in L2
 
     @property
     def blocks(self) -> int:
@@ -136,14 +135,12 @@ def all_layers_slower(config: Any) -> list[str]:
     """Why XLA is at least as fast for this model as the kernel of all layers, or may be; [] if the kernel is faster."""
     attention = config.width * config.head_dim * 2 * (config.heads + config.kv_heads)
     feedforward = config.width * config.feedforward * (3 if config.gated else 2)
-    softmax = sum(spec.kind == "softmax" for spec in config.attention)
+    kinds = [spec.kind for spec in (*config.attention, *config.cross_attention)]
     problems = []
     if 2 * (attention + feedforward) > FASTER_LAYER_BYTES:  # in bfloat16
         problems.append(f"a layer has more than {FASTER_LAYER_BYTES >> 20} MiB of weights")
-    if softmax > FASTER_SOFTMAX_SHARE * config.layers:
-        problems.append("more than a quarter of its layers is softmax")
-    if config.encoder_layers:
-        problems.append("it translates, for which the kernel was not measured")
+    if kinds.count("softmax") > FASTER_SOFTMAX_SHARE * len(kinds):
+        problems.append("more than a quarter of its attention is softmax")
     return [f"{problem}, with which XLA may be faster (kernels=on: a kernel all the same)" for problem in problems]
 
 
@@ -160,6 +157,15 @@ def all_layers_available(model: Any, batch: int, device: Device | None = None) -
     config, device = model.config, device or this_device()
     if not gpu_has_kernels(config.kernels, device) or device.capability != HOPPER:
         return False
+    reasons = why_not_all_layers(model, batch)
+    if reasons:
+        _say_once(f"decoding this model without kernels: {', '.join(reasons)}")
+    return not reasons
+
+
+def why_not_all_layers(model: Any, batch: int) -> list[str]:
+    """Why that kernel is not used on an H100 or H200; [] if it is."""
+    config = model.config
     problems = all_layers_problems(model) + (all_layers_slower(config) if config.kernels == "auto" else [])
     if batch > ALL_LAYERS_SEQUENCES:
         problems.append(f"the batch has more than {ALL_LAYERS_SEQUENCES} sequences")
@@ -170,9 +176,7 @@ def all_layers_available(model: Any, batch: int, device: Device | None = None) -
     grid = grid_for(model)
     if not problems and cuda.clusters_at_once(grid.ranks, ALL_LAYERS_THREADS, grid.memory) < grid.clusters:
         problems.append("NVRTC is missing or newer than the driver, or the GPU runs too few blocks at once")
-    if problems:
-        _say_once(f"decoding this model without kernels: {', '.join(problems)}")
-    return not problems
+    return problems
 
 
 @functools.cache
@@ -182,9 +186,13 @@ def _say_once(text: str) -> None:
 
 def choice(model: Any, batch: int) -> str | None:
     """The decoding kernels for a model: "one" or "all", one kernel of all layers; "layers", some for each; None."""
-    if not in_8_bits(model) and available(model, batch):
-        return "one" if one_kernel_available(model, batch) else "layers"
-    return "all" if all_layers_available(model, batch) else None
+    if in_8_bits(model) or not available(model, batch):
+        return "all" if all_layers_available(model, batch) else None
+    if one_kernel_available(model, batch):
+        return "one"
+    # Both can compute it. In translation the kernel of all layers is faster (results/NOTES.md).
+    faster = model.config.encoder_layers and this_device().capability == HOPPER and not why_not_all_layers(model, batch)
+    return "all" if faster else "layers"
 
 
 def one_kernel_available(model: Any, batch: int) -> bool:

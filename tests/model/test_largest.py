@@ -1,0 +1,39 @@
+"""The largest numbers, searched in blocks, against a full search."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t2r.model.largest import BLOCK, largest, largest_of_columns
+
+
+@pytest.mark.parametrize("count", [1, 3, 7])
+@pytest.mark.parametrize("size", [4 * BLOCK, 9 * BLOCK - 5, 30])
+def test_the_largest_are_those_of_a_full_search(count, size):
+    """With many equal numbers, too: then the first ones."""
+    rng = np.random.default_rng(count)
+    for x in (rng.standard_normal((5, size)), rng.integers(0, 4, (5, size)), np.full((5, size), -np.inf)):
+        x = jnp.asarray(x, jnp.float32)
+        searches = [largest(x, count)] + ([] if size % BLOCK else [largest_of_columns(x.T, count)])
+        for found in searches:
+            for actual, expected in zip(found, jax.lax.top_k(x, count)):
+                np.testing.assert_array_equal(actual, expected)
+                assert actual.dtype == expected.dtype
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what the CPU compiler does")
+def test_the_compiler_does_not_sort_to_find_the_largest():
+    """Sorting the candidates takes almost half as long as the product that they come from."""
+    x = jnp.asarray(np.random.default_rng(0).integers(0, 4, (64 * BLOCK, 5)), jnp.float32)
+
+    @jax.jit
+    def search(x):
+        values, index = largest_of_columns(x, 12)
+        return values - values[:, :1], index  # a part of the result, too, is what made the compiler sort
+
+    compiled = search.lower(x).compile()
+    assert "TopK" in compiled.as_text() and not re.search(r"= \(f32\S* s32\S* sort\(", compiled.as_text())
+    np.testing.assert_array_equal(compiled(x)[1], jax.lax.top_k(x.T, 12)[1])
