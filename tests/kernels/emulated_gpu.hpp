@@ -85,6 +85,7 @@ void sync_threads() {
   synchronise(blocks[blockIdx.x].named[ID], COUNT);
 }
 inline int same_in_warp(int x) { return x; }
+inline u32 recomputed(u32 x) { return x; }
 inline u32 read_clock() { return 0; }
 inline void pause(u32 cycles) {}
 inline void sync_cluster() {
@@ -104,6 +105,12 @@ u32 (*exchange(const u32 (&values)[COUNT]))[6] {
 inline u32 __shfl_xor_sync(u32, u32 x, int lanes) { return exchange<1>({x})[(threadIdx.x ^ lanes) % 32][0]; }
 inline float __shfl_xor_sync(u32 all, float x, int lanes) {
   return from_bits(__shfl_xor_sync(all, __float_as_uint(x), lanes));
+}
+inline u32 __ballot_sync(u32, bool x) {
+  const auto& all = exchange<1>({x});
+  u32 bits = 0;
+  for (int lane = 0; lane < 32; lane++) bits |= all[lane][0] << lane;
+  return bits;
 }
 
 inline float bfloat(u32 both, int which) { return from_bits(which ? both & 0xffff0000u : both << 16); }

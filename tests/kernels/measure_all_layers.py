@@ -146,9 +146,12 @@ def cases() -> dict:
     found["time mt by kernels of each layer, batch 15"] = lambda: measure("mt", 15, 512, kernels="layers")
     grids = [("smol", dict(clusters=12)), ("smol", dict(clusters=8))]
     grids += [("smol", dict(clusters=24, ranks=4)), ("llama", dict(clusters=30, ranks=4))]
+    grids += [("smol", dict(warps=warps)) for warps in (12, 16)] + [("llama", dict(warps=warps)) for warps in (10, 12)]
+    grids += [("smol hybrid", dict(warps=12)), ("paper", dict(warps=12))]
     for name, grid in grids:
         label = ", ".join(f"{key} {value}" for key, value in grid.items())
-        found[f"grid of {name}: {label}"] = lambda n=name, g=grid: measure_grid(n, 16, 512, g)
+        length = 4096 if "hybrid" in name else 512
+        found[f"grid of {name}: {label}"] = lambda n=name, t=length, g=grid: measure_grid(n, 16, t, g)
     for name, batch, length in (("smol hybrid", 16, 4096), ("smol", 16, 512), ("llama", 16, 512)):
         found[f"plain {name}, batch {batch}"] = lambda n=name, b=batch, t=length: measure(n, b, t, plain=True)
     return found
@@ -238,7 +241,7 @@ def measure_grid(name: str, batch: int, length: int, grid: dict) -> dict:
     from t2r.kernels.decoding import all_layers, cuda
 
     grid = all_layers.Grid(**grid)
-    if cuda.clusters_at_once(grid.ranks, all_layers.THREADS, grid.memory) < grid.clusters:
+    if cuda.clusters_at_once(grid.ranks, grid.threads, grid.memory) < grid.clusters:
         return {"error": "so many blocks do not run at once"}
     micros = kernel_micros(make(name), batch, length, grid)
     return {"kernel_us": micros, "summary": f"kernel alone {micros:.1f}"}

@@ -164,7 +164,7 @@ def compiled(model):
 
 def run_emulated(folder, model, x, states, keep, positions, clusters, ranks, sources=()):
     """The results of the kernel on an emulated GPU, where each warp's ring of weights is as small as it may be."""
-    batch, grid = len(x), all_layers.Grid(clusters, ranks, slots=3)
+    batch, grid = len(x), all_layers.Grid(clusters, ranks, warps=4 + clusters, slots=3)
     count = len(sources[0][0]) if sources else None
     own_lengths = all_layers.have_own_lengths(states)
     macros = all_layers.definitions(model, batch, grid, source_count=count, own_lengths=own_lengths)

@@ -17,8 +17,8 @@
 // Weights do not depend on activations: each warp loads its own, in the order in which it will read them, into a ring of
 // chunks in shared memory, across products, barriers and layers. The memory is never idle while rings have space.
 //
-// The stream has three buffers. Phase p (two for each layer) reads buffer p, adds to p + 1, and sets p + 2 to zero
-// (modulo 3). The residual is one more contribution to the sum: a cluster that has little else to do adds x itself, in
+// The stream has three buffers. Phase p (two for each layer) reads buffer p, adds to p + 1, and while it waits sets p + 2
+// to zero (modulo 3). The residual is one more contribution to the sum: a cluster that has little else to do adds x itself, in
 // attention the last one, which has fewest heads, in the feed-forward the first, which has fewest units.
 //
 // The parts: layers_plan.cuh, layers_weights.cuh, layers_products.cuh, layers_attention.cuh, and here the course of a
@@ -26,24 +26,25 @@
 
 constexpr u32 STREAM_READ_CYCLES = 1500;  // about
 
-struct Exchanges { u32 qkv = 0, parts = 0, attended = 0, hidden = 0, states = 0; };  // how many there were
-
 // Waits for messages of other ranks; then the next ones may come, of a number of bytes that depends on the layer.
-void receive(u64* barrier, u32& count, u32 bytes) {
+void receive(Exchanges& exchanges, Exchange which, u64* barrier, u32 bytes) {
   if (threadIdx.x == 0) expect_bytes(barrier, bytes);
-  wait_for_sends(barrier, count++ % 2);
+  wait_for_sends(barrier, exchanges.next(which));
 }
 
 template <bool IS_SOFTMAX>
-void attention(Shared& shared, Weights& weights, const float* x, float* to, int number, Exchanges& exchanges) {
+void attention(Shared& shared, Weights& weights, const Streams& streams, int number, Exchanges& exchanges) {
+  const float* x = streams.from;
+  float* to = streams.to;
   Fixed& fixed = shared.fixed;
   const Layer& layer = fixed.layers[number];
   const Role<IS_SOFTMAX> role(layer.kind);
   const Vectors& vectors = fixed.vectors[number % 2];
   const bool has_norm = !NORMS_AFTER || number > 0, adds_residual = role.cluster == CLUSTERS - 1;
   if (adds_residual && role.heads == 0) add_residual(shared, role, x, to, vectors.attention, has_norm, false);
-  if (role.heads == 0 && weights.empty > 0) {
-    pause(STREAM_READ_CYCLES);  // other blocks read the stream, and would wait behind these loads
+  if (role.heads == 0) {
+    zero_share(streams.unused);
+    if (weights.empty > 0) pause(STREAM_READ_CYCLES);  // other blocks read the stream, and would wait behind these loads
     weights.load();
   }
   for (int i = 0; i < role.heads; i++) {
@@ -68,14 +69,15 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
     if (adds_residual && i == 0) {
       add_residual(shared, role, x, to, vectors.attention, has_norm, role.qkv_tiles() > 0);
     }
+    if (i == 0) zero_share(streams.unused);
     weights.load();
-    receive(&fixed.qkv_barrier, exchanges.qkv, rank_rows * role.qkv * 4);
+    receive(exchanges, QKV, &fixed.qkv_barrier, rank_rows * role.qkv * 4);
     MARK(number, 4);
     if (!is_merged(layer.kind) && !is_cross(layer.kind)) prepare(fixed, role, layer, own);
     if constexpr (IS_SOFTMAX) {
-      softmax_attention(shared, role, layer, number, head, exchanges.parts);
+      softmax_attention(shared, role, layer, number, head, exchanges);
     } else {
-      wait_for_loads(&fixed.state_barrier, exchanges.states++ % 2);
+      wait_for_loads(&fixed.state_barrier, exchanges.next(STATES));
       map_features(fixed, role, number, layer.kind, own);
       const bool has_window = HAS_WINDOW && layer.kind == WINDOWED;
       if (has_window) enter_window(fixed, role, layer, number, head);
@@ -95,7 +97,7 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
       if (moves_state && !is_cross(layer.kind)) store_state(shared, layer, role, head);
     }
     OperandProduct product(weights, role, role.attended);
-    receive(&fixed.attended_barrier, exchanges.attended, role.rows() * role.attended * 2);
+    receive(exchanges, ATTENDED, &fixed.attended_barrier, role.rows() * role.attended * 2);
     MARK(number, 6);
     product.run(shared, vectors.attention.scale, to, has);
     if (moves_state) {
@@ -106,12 +108,15 @@ void attention(Shared& shared, Weights& weights, const float* x, float* to, int 
   }
 }
 
-void feed_forward(Shared& shared, Weights& weights, const float* x, float* to, int number, Exchanges& exchanges) {
+void feed_forward(Shared& shared, Weights& weights, const Streams& streams, int number, Exchanges& exchanges) {
+  const float* x = streams.from;
+  float* to = streams.to;
   Fixed& fixed = shared.fixed;
   const StateRole role(fixed.layers[number].kind);  // units are the same in all layers
   const Vectors& vectors = fixed.vectors[number % 2];
   const bool adds_residual = role.cluster == 0;
   if (role.up_tiles() == 0) {  // there are more clusters than shares
+    zero_share(streams.unused);
     if (adds_residual) add_residual(shared, role, x, to, vectors.feedforward, true, false);
     return;
   }
@@ -136,9 +141,10 @@ void feed_forward(Shared& shared, Weights& weights, const float* x, float* to, i
   }
   const auto has = [](int row) { return row < BATCH; };
   if (adds_residual) add_residual(shared, role, x, to, vectors.feedforward, true, true);
+  zero_share(streams.unused);
   weights.load();
   OperandProduct product(weights, role, role.units());
-  receive(&fixed.hidden_barrier, exchanges.hidden, BATCH * role.units() * 2);
+  receive(exchanges, HIDDEN, &fixed.hidden_barrier, BATCH * role.units() * 2);
   MARK(number, 12);
   product.run(shared, vectors.feedforward.scale, to, has);
 }
@@ -222,34 +228,31 @@ KERNEL(RANKS, THREADS) decode_step(PARAMETERS) {
   Weights weights(shared);
   Exchanges exchanges;
   constexpr int SYNCS = HEAD_PARTS > 1;  // before the first phase
-  wait_for_state(fixed, 0, exchanges.states);
+  wait_for_state(fixed, 0, exchanges.parity(STATES));
   if (SYNCS) sync_blocks(work, 0);
-  for (int layer = 0, phase = 0; layer < LAYERS; layer++) {
+  for (int layer = 0; layer < LAYERS; layer++) {
+    int phase = TRANSLATES ? layer / 2 * 3 + layer % 2 : 2 * layer;
     if (threadIdx.x == MOVER) load_vectors(shared, layer + 1);
     wait_for_loads(&fixed.vector_barrier[layer % 2], layer / 2 % 2);
     MARK(layer, 0);
-    zero_share(stream_buffer(work, phase + 2));
-    const float* x = stream_buffer(work, phase);
-    float* to = stream_buffer(work, phase + 1);
     if (is_softmax(fixed.layers[layer].kind)) {
-      attention<true>(shared, weights, x, to, layer, exchanges);
+      attention<true>(shared, weights, Streams(work, phase), layer, exchanges);
     } else {
-      attention<false>(shared, weights, x, to, layer, exchanges);
+      attention<false>(shared, weights, Streams(work, phase), layer, exchanges);
     }
     MARK(layer, 7);
     const bool has_units = StateRole(fixed.layers[layer].kind).has_units;
     if (!has_units) {
       weights.end_layer();
-      wait_for_state(fixed, layer + 1, exchanges.states);
+      wait_for_state(fixed, layer + 1, exchanges.parity(STATES));
     }
     sync_blocks(work, SYNCS + phase++);
     MARK(layer, 8);
     if (has_units) {
-      zero_share(stream_buffer(work, phase + 2));
-      feed_forward(shared, weights, stream_buffer(work, phase), stream_buffer(work, phase + 1), layer, exchanges);
+      feed_forward(shared, weights, Streams(work, phase), layer, exchanges);
       MARK(layer, 13);
       weights.end_layer();
-      wait_for_state(fixed, layer + 1, exchanges.states);
+      wait_for_state(fixed, layer + 1, exchanges.parity(STATES));
       sync_blocks(work, SYNCS + phase++);
       MARK(layer, 14);
     }

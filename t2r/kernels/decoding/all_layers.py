@@ -27,7 +27,6 @@ from t2r.kernels.decoding.layers_packing import (
     REDUCED,
     ROUND_OPERANDS,
     TILE,
-    WARPS,
     PackedLayers,
     Sizes,
     features_of,
@@ -36,7 +35,6 @@ from t2r.kernels.decoding.layers_packing import (
 )
 from t2r.kernels.decoding.support import Grid, grid_for
 
-THREADS = 32 * WARPS
 COUNTER_STRIDE = 32  # each rank's counter has a cache line of its own: 32 values of 4 bytes
 CLOCK_POINTS = 15
 PARTS = ("layers_plan.cuh", "layers_weights.cuh", "layers_products.cuh", "layers_attention.cuh", "all_layers.cu")
@@ -71,7 +69,7 @@ def run(
         [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in updated],
         input_output_aliases={len(inputs) + index: index for index in range(len(updated))},
     )
-    size = dict(grid_x=grid.blocks, grid_y=1, grid_z=1, block_x=THREADS, block_y=1, block_z=1)
+    size = dict(grid_x=grid.blocks, grid_y=1, grid_z=1, block_x=grid.threads, block_y=1, block_z=1)
     launch = {name: np.int32(value) for name, value in dict(size, shared_mem_bytes=grid.memory).items()}
     outputs = call(*inputs, *updated, name="decode_step", kernel_type="ptx", kernel_data=kernel, **launch)
     return results(outputs, x.shape, states, phases(model), clocks=clocks)
@@ -243,6 +241,7 @@ def definitions(
         FEEDFORWARD=sizes.units,
         CLUSTERS=grid.clusters,
         RANKS=grid.ranks,
+        WARPS=grid.warps,
         SHARED_MEMORY=grid.memory,
         MOST_SLOTS=grid.slots,
         INT8=int(sizes.int8),

@@ -31,6 +31,13 @@ void sync_threads() {
 // A number that is the same in all threads of a warp, which the compiler does not know.
 int same_in_warp(int x) { return __shfl_sync(~0u, x, 0); }
 
+// The same number, which the compiler does not know. What depends on it is computed there, and not once and for all, to
+// be kept in registers.
+u32 recomputed(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 u32 read_clock() {
   u32 cycles;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles)::"memory");

@@ -51,9 +51,9 @@ void store_state(Shared& shared, const Layer& layer, const StateRole& role, int 
 
 // All clusters that share a head have its state before the first of them changes it: called before the barrier of all
 // blocks that precedes this layer. The next state that was loaded is that of this layer.
-void wait_for_state(Fixed& fixed, int layer, u32 states) {
+void wait_for_state(Fixed& fixed, int layer, u32 parity) {
   if (HEAD_PARTS == 1 || layer >= LAYERS || is_softmax(fixed.layers[layer].kind)) return;
-  if (StateRole(fixed.layers[layer].kind).heads > 0) wait_for_loads(&fixed.state_barrier, states % 2);
+  if (StateRole(fixed.layers[layer].kind).heads > 0) wait_for_loads(&fixed.state_barrier, parity);
 }
 
 void load_vectors(Shared& shared, int layer) {
@@ -371,7 +371,7 @@ void window_outputs(Fixed& fixed, const StateRole& role, const HeadVectors& vect
 // of a key, and of a value, as operands. Thread (g, c) of 8 × 4 has quarter c of the key at position g of 8; and eighth g
 // of the values at positions 2c, 2c + 1, 2c + 8 and 2c + 9 of 16.
 
-constexpr int POSITIONS = HEAD_DIM > 128 ? 16 : 32;
+constexpr int POSITIONS = 16;
 constexpr int FITTING_QUERIES = REDUCED * ROWS * 16 / PART < 16 ? REDUCED * ROWS * 16 / PART : 16;
 constexpr int QUERIES_AT_ONCE = QUERIES < FITTING_QUERIES ? QUERIES : FITTING_QUERIES;
 constexpr int HALVES = QUERIES_AT_ONCE > 8 ? 2 : 1;  // a thread has rows g and g + 8
@@ -435,22 +435,30 @@ void attend_to_cache(Fixed& fixed, const CacheRole& role, const Layer& layer, in
     const float* new_key = fixed.qkv[place] + QUERIES * HEAD_DIM;
     attend_to_new_token(softmax, q, new_key, new_key + HEAD_DIM);
   }
-  const int stride = role.splits * WARPS * POSITIONS;
-  for (int from = (role.split() * WARPS + warp()) * POSITIONS; from < count; from += stride) {
-    const auto safe = [&](int position) { return (u64)(position < count ? position : 0) * SLOT_WORDS; };
-    Words<KEY_WORDS> k[TILES];
-    Words<VALUE_WORDS> v[TILES][2];
-    bool allowed[TILES][2];
+  // Keys and values are loaded as soon as their registers are free: keys before the softmax, values after it.
+  Words<KEY_WORDS> k[TILES];
+  Words<VALUE_WORDS> v[TILES][2];
+  bool is_valid;  // of the warp's positions, that of this lane
+  const auto safe = [&](int position) { return (u32)(position < count ? position : 0) * SLOT_WORDS; };
+  const auto load_keys = [&](int from) {
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) k[tile].load(keys + safe(from + tile * 8 + group()));
+  };
+  const auto load_values = [&](int from) {
+    const int own = from + lane() % POSITIONS;
+    is_valid = own < count && valid[own];
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
       for (int which = 0; which < 2; which++) {
         const int position = from + tile * 8 + 2 * quarter() + which;
         v[tile][which].load(values + safe(position));
-        allowed[tile][which] = position < count && valid[position];
       }
+  };
+  const int stride = role.splits * WARPS * POSITIONS, begin = (role.split() * WARPS + warp()) * POSITIONS;
+  load_keys(begin), load_values(begin);  // whether there are any or not: registers are taken by what may be undefined
+#pragma unroll 1
+  for (int from = begin; from < count; from += stride) {
     float scores[TILES][4] = {}, largest[HALVES];
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
@@ -458,20 +466,22 @@ void attend_to_cache(Fixed& fixed, const CacheRole& role, const Layer& layer, in
       for (int i = 0; i < HEAD_DIM / 16; i++) {
         multiply_add(scores[tile], queries[i], k[tile].words[2 * i], k[tile].words[2 * i + 1]);
       }
+    load_keys(from + stride);
+    const u32 allowed = __ballot_sync(~0u, is_valid) >> 2 * quarter();
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
       largest[half] = softmax.largest[half];
 #pragma unroll
       for (int i = 0; i < 2 * TILES; i++) {
         float& score = scores[i / 2][2 * half + i % 2];
-        score = allowed[i / 2][i % 2] ? QUERY_SCALE * score : -1e30f;
+        score = allowed >> (i / 2 * 8 + i % 2) & 1 ? QUERY_SCALE * score : -1e30f;
         largest[half] = fmaxf(largest[half], score);
       }
       softmax.rescale(half, largest_over_lanes(largest[half], 1, 2));
 #pragma unroll
       for (int i = 0; i < 2 * TILES; i++) {
         float& score = scores[i / 2][2 * half + i % 2];
-        score = allowed[i / 2][i % 2] ? expf(score - softmax.largest[half]) : 0;
+        score = allowed >> (i / 2 * 8 + i % 2) & 1 ? expf(score - softmax.largest[half]) : 0;
         softmax.sum[half] += score;
       }
     }
@@ -488,6 +498,7 @@ void attend_to_cache(Fixed& fixed, const CacheRole& role, const Layer& layer, in
                      permute(v[tile + 1][0].words[i / 2], v[tile + 1][1].words[i / 2], halves));
       }
     }
+    load_values(from + stride);
   }
   float* merged = (float*)fixed.partial[warp()];  // of this warp: for each query numerators, sum, largest
   for (int half = 0; half < HALVES; half++) {
@@ -522,7 +533,7 @@ float4 merge(const float* parts, int count, int stride, int d, bool partly) {
 constexpr u32 PARTS_BYTES = SPLITS * QUERIES * PART * 4;
 
 void softmax_attention(Shared& shared, const CacheRole& role, const Layer& layer, int number, int head,
-                       u32& exchanges) {
+                       Exchanges& exchanges) {
   Fixed& fixed = shared.fixed;
   constexpr int QUARTERS = HEAD_DIM / 4 + 1;
   for (int place = 0; place < RANK_ROWS; place++) {
@@ -546,7 +557,7 @@ void softmax_attention(Shared& shared, const CacheRole& role, const Layer& layer
       sync();
     }
     if (SPLITS > 1 && role.owns(place)) {
-      wait_for_sends(&fixed.parts_barrier, exchanges++ % 2);
+      wait_for_sends(&fixed.parts_barrier, exchanges.next(PARTS));
       if (threadIdx.x == 0) expect_bytes(&fixed.parts_barrier, PARTS_BYTES);
       for (u32 item = threadIdx.x; item < QUERIES * HEAD_DIM / 4; item += THREADS) {
         const int r = item / (HEAD_DIM / 4), d = item % (HEAD_DIM / 4) * 4;

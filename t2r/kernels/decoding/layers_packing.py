@@ -18,7 +18,6 @@ from t2r.integers import quantise
 from t2r.kernels.decoding.matrices import Matrix, fold_norm, matrix_of
 from t2r.kernels.decoding.support import Grid, cross_attention, grid_for, in_8_bits
 
-WARPS = 8  # of a block
 TILE = 16  # outputs and inputs of a tile
 MOST_CHUNK_TILES = 8  # of a chunk, which is loaded at once
 REDUCED = 4  # tiles whose sums are added up at once
@@ -28,7 +27,7 @@ ROUND_OPERANDS = 32  # 16 channels of 16 sequences each: those that a thread has
 class PackedLayers(NamedTuple):
     """For each layer the matrices of all warps of all thread blocks as tiles, and the vectors of blocks."""
 
-    tiles: tuple[Array, ...]  # (blocks * WARPS, chunks, chunk_tiles * TILE²) bfloat16 or int8
+    tiles: tuple[Array, ...]  # (blocks * warps, chunks, chunk_tiles * TILE²) bfloat16 or int8
     vectors: tuple[Array, ...]  # (blocks, size) float32
 
 
@@ -189,7 +188,7 @@ class Sizes(NamedTuple):
     @property
     def warp_steps(self) -> int:
         """Of a product with the stream, for 16 channels each."""
-        return -(-self.width // TILE // WARPS)
+        return -(-self.width // TILE // self.grid.warps)
 
     @property
     def round_steps(self) -> int:
@@ -202,7 +201,7 @@ class Sizes(NamedTuple):
 def _chunk_tiles(sizes: Sizes) -> int:
     """Those with which the blocks that have a head, and most units, have least to do."""
     heads, units, ranks = sizes.most_heads, max(sizes.up_tiles), sizes.grid.ranks
-    stream = -(-sizes.width // TILE // ranks // WARPS)
+    stream = -(-sizes.width // TILE // ranks // sizes.grid.warps)
 
     def cost(tiles: int) -> int:  # of all layers; waiting for a chunk takes about as long as multiplying two tiles
         chunks = 0
@@ -212,7 +211,7 @@ def _chunk_tiles(sizes: Sizes) -> int:
             chunks += products * -(-sizes.warp_steps // tiles) + stream * sum(-(-steps // tiles) for steps in inputs)
         return chunks * (tiles + 2)
 
-    return min(range(MOST_CHUNK_TILES, 3, -1), key=cost)
+    return min(range(MOST_CHUNK_TILES, 2, -1), key=cost)
 
 
 def features_of(attention: Any) -> int:
@@ -322,8 +321,8 @@ def cut_into_tiles(weights: Num[Array, "n k"]) -> Num[Array, "tiles size"]:
 def tile_order(sizes: Sizes, kind: str) -> Int[np.ndarray, "warps tiles"]:
     """The numbers of the tiles of each block's warps; -1 is padding."""
     blocks = itertools.product(range(sizes.grid.clusters), range(sizes.grid.ranks))
-    parts = [[np.concatenate(list(warp_tiles(sizes, kind, *block, warp))) for warp in range(WARPS)] for block in blocks]
-    warps = list(itertools.chain(*parts))
+    places = itertools.product(blocks, range(sizes.grid.warps))
+    warps = [np.concatenate(list(warp_tiles(sizes, kind, *block, warp))) for block, warp in places]
     most = max(map(len, warps))
     return np.stack([np.pad(tiles, (0, most - len(tiles)), constant_values=-1) for tiles in warps])
 
@@ -331,11 +330,11 @@ def tile_order(sizes: Sizes, kind: str) -> Int[np.ndarray, "warps tiles"]:
 def warp_tiles(sizes: Sizes, kind: str, cluster: int, rank: int, warp: int) -> Iterator[Int[np.ndarray, "n"]]:
     """The numbers of a warp's tiles, in the order of reading.
 
-    Of a product with the stream it has every WARPS-th 16 channels; of the others, every WARPS-th tile of outputs. The
-    tiles of an output are padded to whole chunks.
+    Of n warps it has every n-th 16 channels in a product with the stream; in the others, every n-th tile of outputs.
+    The tiles of an output are padded to whole chunks.
     """
-    steps, stream = sizes.width // TILE, sizes.dealt(sizes.width // TILE, rank)[warp::WARPS]
-    own_steps = np.arange(warp, steps, WARPS)
+    steps, warps = sizes.width // TILE, sizes.grid.warps
+    stream, own_steps = sizes.dealt(steps, rank)[warp::warps], np.arange(warp, steps, warps)
     qkv_tiles, head_steps, unit_steps = sizes.qkv(kind) // TILE, sizes.attended(kind) // TILE, sizes.units // TILE
     heads = sizes.all_heads(kind)
     first_out = heads * qkv_tiles * steps

@@ -7,7 +7,7 @@ enum Kind { MERGED, LINEAR, WINDOWED, SOFTMAX, CROSS_MERGED, CROSS_LINEAR, CROSS
 enum Activation { RELU, GELU, GELU_EXACT, SWISH };
 
 constexpr int GROUPS = (BATCH + 15) / 16, ROWS = 16 * GROUPS;  // tensor cores multiply 16 sequences (rows) at once
-constexpr int WARPS = 8, THREADS = 32 * WARPS;                 // of a block
+constexpr int THREADS = 32 * WARPS;                            // of a block
 constexpr int MOVER = THREADS - 32;  // the thread that moves vectors and states; its warp has least to multiply
 constexpr int BLOCKS = CLUSTERS * RANKS;
 
@@ -196,6 +196,20 @@ struct Shared {
   u64 loaded[WARPS][SLOTS];
 };
 static_assert(sizeof(Shared) <= SHARED_MEMORY, "too large for shared memory");
+
+// Which messages come next: barriers have two phases in turn, even and odd. All in one register.
+enum Exchange { QKV, PARTS, ATTENDED, HIDDEN, STATES };
+
+struct Exchanges {
+  u32 parities = 0;
+
+  u32 parity(Exchange which) const { return parities >> which & 1; }
+  u32 next(Exchange which) {
+    const u32 now = parity(which);
+    parities ^= 1u << which;
+    return now;
+  }
+};
 
 // Small functions.
 

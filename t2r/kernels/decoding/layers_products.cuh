@@ -32,10 +32,18 @@ float4 four_outputs(const Sums& sums, int group, int half) {  // of the thread's
 // The residual stream in global memory: 16 channels of each row, then the next 16.
 
 int stream_index(int row, int tile, int output) { return (tile * ROWS + row) * 16 + output; }
-float* stream_buffer(float* work, int phase) { return work + phase % 3 * ROWS * WIDTH; }
+
+struct Streams {  // the buffers of a phase
+  const float* from;
+  float *to, *unused;  // the last is set to zero
+
+  Streams(float* work, int phase)
+      : from(buffer(work, phase)), to(buffer(work, phase + 1)), unused(buffer(work, phase + 2)) {}
+  static float* buffer(float* work, int phase) { return work + phase % 3 * ROWS * WIDTH; }
+};
 
 void zero_share(float* buffer) {  // each block a share of it
-  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < ROWS * WIDTH / 4; i += BLOCKS * THREADS) {
+  for (u32 i = recomputed(blockIdx.x * THREADS + threadIdx.x); i < ROWS * WIDTH / 4; i += BLOCKS * THREADS) {
     ((float4*)buffer)[i] = make_float4(0, 0, 0, 0);
   }
 }
@@ -85,14 +93,16 @@ void stream_product(Shared& shared, Weights& weights, const float* x, int tiles,
                     const float* bias, const float* scale, int number, int point, Finish finish) {
   Fixed& fixed = shared.fixed;
   uint4 operands[ROUND_STEPS][GROUPS];
+  Moments moments;
+  if (ROUNDS == 1) read_stream(x, weights.warp, 0, operands, moments);
   float4* const partial = fixed.partial[weights.warp] + lane();  // thread (a, b) of 8 × 4 has four outputs of row a
 #pragma unroll 1
   for (int first = 0; first < tiles; first += REDUCED) {
     const int count = tiles - first < REDUCED ? tiles - first : REDUCED;
-    Moments moments;
+    if (ROUNDS > 1) moments = Moments();
 #pragma unroll 1
     for (int round = 0; round < ROUNDS; round++) {
-      if (ROUNDS > 1 || first == 0) read_stream(x, weights.warp, round, operands, moments);
+      if (ROUNDS > 1) read_stream(x, weights.warp, round, operands, moments);
       if (first == 0 && round == 0) MARK(number, point);
       int left = count * ROUND_CHUNKS;
       Chunk now = weights.read();
@@ -163,7 +173,11 @@ struct OperandProduct {
   OperandProduct(Weights& weights, const AnyRole& role, int inputs)
       : weights(weights), role(role), chunks(operand_chunks(inputs)),
         left(share(role.stream_tiles(), weights.warp, WARPS) * chunks) {
-    if (left > 0) now = weights.read();
+    if (left > 0) {
+      now = weights.read();
+    } else {
+      now = Chunk();  // what may be undefined would take registers throughout the kernel
+    }
   }
 
   template <typename Has>

@@ -27,7 +27,6 @@ ONE_KERNEL_LAYERS = 64  # at most; each adds four pointers to the kernel's param
 
 
 # The kernel of all layers for many architectures, `all_layers.cu`; also in clusters of blocks.
-ALL_LAYERS_THREADS = 256
 ALL_LAYERS_SEQUENCES = 32  # in a batch, at most
 # Where it is used without being asked for (results/NOTES.md): it was measured to be faster than XLA with layers of 7 MB
 # and of 121 MB; and with 4 softmax layers of 30, not with more.
@@ -40,12 +39,18 @@ class Grid(NamedTuple):
 
     clusters: int = CLUSTERS
     ranks: int = RANKS  # blocks of a cluster
+    warps: int = 8  # of a block
     memory: int = SHARED_MEMORY
     slots: int = 64  # of a warp's ring of weights, at most
 
     @property
     def blocks(self) -> int:
         return self.clusters * self.ranks
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * self.warps
 
 
 def grid_for(model: Any) -> Grid:
@@ -174,7 +179,7 @@ def why_not_all_layers(model: Any, batch: int) -> list[str]:
     if not is_one_device():
         problems.append("it is on several devices")
     grid = grid_for(model)
-    if not problems and cuda.clusters_at_once(grid.ranks, ALL_LAYERS_THREADS, grid.memory) < grid.clusters:
+    if not problems and cuda.clusters_at_once(grid.ranks, grid.threads, grid.memory) < grid.clusters:
         problems.append("NVRTC is missing or newer than the driver, or the GPU runs too few blocks at once")
     return problems
 
