@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from conftest import micro
+from conftest import micro, micro_mt
 from t2r.kernels.decoding import support as decoding
 from t2r.kernels.support import Device, gpu_has_kernels, has_flash_attention, kernel_platform, this_device
 from t2r.model.config import AttentionSpec
@@ -47,6 +47,21 @@ def test_matrices_in_8_bits_have_the_kernel_that_takes_them(monkeypatch):
     model = abstract_model(micro(**sizes, dtype="bfloat16", adaptive_cutoffs=()))
     rounded = nnx.eval_shape(lambda model: for_decoding(model, "int8"), model)
     assert decoding.choice(model, 4) == "layers" and decoding.choice(rounded, 4) == "all"
+
+
+def test_translation_has_the_kernel_of_all_layers_where_it_is_faster(monkeypatch):
+    """With T2R, on an H100 or H200, for small batches; otherwise the kernels of each layer. Nothing is said of it."""
+    monkeypatch.setattr(decoding.cuda, "clusters_at_once", lambda *sizes: 2 * decoding.CLUSTERS)
+    monkeypatch.setattr(decoding, "say", pytest.fail)
+    merged = AttentionSpec("merged", "t2r", 32)
+    sizes = dict(width=256, heads=2, head_dim=128, feedforward=1024, dtype="bfloat16", kernels="on")
+    t2r = abstract_model(micro_mt(**sizes, attention=(merged,), cross_attention=(merged,)))
+    transformer = abstract_model(micro_mt(**sizes | dict(kernels="auto")))
+    monkeypatch.setattr(decoding, "this_device", lambda: H200)
+    assert [decoding.choice(model, 20) for model in (t2r, transformer)] == ["all", "layers"]
+    assert decoding.choice(t2r, 33) == "layers"
+    monkeypatch.setattr(decoding, "this_device", lambda: A100)
+    assert decoding.choice(t2r, 20) == "layers"
 
 
 def test_tpu_kernels_are_asked_for():

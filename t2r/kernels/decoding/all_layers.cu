@@ -24,7 +24,7 @@
 // The parts: layers_plan.cuh, layers_weights.cuh, layers_products.cuh, layers_attention.cuh, and here the course of a
 // layer.
 
-constexpr u32 STREAM_READ_CYCLES = 1500;  // about
+constexpr u32 STREAM_READ_CYCLES = 4000;  // at most
 
 // Waits for messages of other ranks; then the next ones may come, of a number of bytes that depends on the layer.
 void receive(Exchanges& exchanges, Exchange which, u64* barrier, u32 bytes) {
