@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from t2r.benchmark.models import INT8, Request, label, parse_fields
+from t2r.benchmark.models import INT8, UNCHANGED, Request, label, parse_fields
 from t2r.benchmark.shared import MIB, Output, Results, check_fits, describe_device, finish, open_results
 from t2r.benchmark.steps import DecodingProgram, attention_bytes
 from t2r.console import Progress, table
@@ -159,7 +159,8 @@ def plot_long(results: Results, request: Request, name: str, line: dict[str, Any
         axes.set(ylabel=unit, ylim=(0, 1.25 * max(values, default=1)))
     panels[-1].set(xlabel="generated tokens", xlim=(0, done[-1]))
     panels[-1].xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    title = f"One generation, {request.title}: {label(name, request.models[name])}"
+    title = f"One generation, {request.title}"
+    title += "" if name == UNCHANGED else f": {label(name, request.models[name])}"
     panels[0].set_title(f"{title}\n{describe_device(results)}", fontsize=10)
     styled(figure)
     return save(figure, results.figure())

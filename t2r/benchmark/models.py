@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -158,7 +159,8 @@ class Request(NamedTuple):
     def title(self) -> str:
         """Architecture and batch size, for the titles of plots."""
         changed = ", ".join(self.identity["fields"])
-        return f"{self.identity['architecture']}{changed and f' ({changed})'}, batch {self.batch}"
+        name = Path(self.identity["architecture"]).name  # of a model's directory
+        return f"{name}{changed and f' ({changed})'}, batch {self.batch}"
 
     @property
     def common(self) -> dict[str, Any]:
