@@ -1,6 +1,8 @@
+# shellcheck shell=bash
 # make_environment: creates .venv and installs requirement files, unless a stamp file says that this was done.
 # Safe to run again and after an interruption: the stamp is written last.
 # make_overlay: an environment beside it, for packages that need other versions than .venv has.
+# use_clone: for scripts that run in any folder, with the Python and the t2r of this clone.
 
 fits() { # whether a command is a supported Python
   command -v "$1" >/dev/null && "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
@@ -18,6 +20,16 @@ find_python() {
   done
   echo "error: t2r needs Python 3.11, 3.12 or 3.13; none was found. Install one, or set PYTHON to its path." >&2
   return 1
+}
+
+use_clone() { # sets root, the clone's folder; python: PYTHON, or else that of .venv, or else of PATH; and PYTHONPATH
+  root=$(cd "$(dirname "$0")/.." && pwd)
+  local wanted=python
+  [ ! -x "$root/.venv/bin/python" ] || wanted=$root/.venv/bin/python
+  wanted=${PYTHON:-$wanted}
+  python=$(command -v "$wanted") || { echo "error: there is no $wanted; set PYTHON" >&2; exit 2; }
+  case $python in /*) ;; *) python=$PWD/$python ;; esac
+  export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 }
 
 make_environment() { # requirement files...

@@ -8,17 +8,13 @@ fail() { # message
 }
 
 enter_out() { # OUT: goes there; t2r is that of this clone, and so is Python, if it has one and PYTHON names no other
-    root=$(cd "$(dirname "$0")/.." && pwd)
-    local wanted=python
-    [[ ! -x $root/.venv/bin/python ]] || wanted=$root/.venv/bin/python
-    wanted=${PYTHON:-$wanted}
-    python=$(command -v "$wanted") || fail "there is no $wanted; set PYTHON"
-    [[ $python == /* ]] || python=$PWD/$python
+    # shellcheck source=launch/environment.sh
+    . "$(dirname "$0")/environment.sh"
+    use_clone
     out=$1 results=${RESULTS:-$root/results/$(basename "$0")}
     make_folder "$out" OUT
     make_folder "$results" RESULTS
     results=$(cd "$results" && pwd)
-    export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
     cd "$out" || exit
 }
 

@@ -35,11 +35,10 @@ def length_plot(
     """One figure. The first curve is on top and has the smallest markers, so that coinciding curves stay visible."""
     figure = Figure(figsize=(7.2, 4.6))
     axes = figure.subplots()
-    for i, curve in enumerate(curves):
-        suffix = next((suffix for suffix in DASHED if curve.name.endswith(suffix)), "")
-        color = COLORS.get(curve.name.removesuffix(suffix), OTHER)
+    colors = [COLORS.get(curve.name.removesuffix(_dashed_suffix(curve)), OTHER) for curve in curves]
+    for i, (curve, color) in enumerate(zip(curves, colors)):
         lengths, values = zip(*sorted(curve.points.items()))
-        line = "--" if suffix else "-"
+        line = "--" if _dashed_suffix(curve) else "-"
         style = dict(color=color, markersize=4.5 + 1.2 * i, zorder=20 - i, label=curve.label)
         axes.plot(lengths, values, MARKERS[i % len(MARKERS)] + line, **style)
         if curve.spread:
@@ -48,7 +47,7 @@ def length_plot(
         if curve.beside:
             axes.plot(*zip(*sorted(curve.beside.items())), ":", color=color, linewidth=1.3)
         if curve.limit:
-            _draw_limit(axes, curve.limit, color)
+            _draw_limit(axes, curve, color, line, named=colors.count(color) > 1)
     if any(curve.beside for curve in curves):
         axes.plot([], [], ":", color=OTHER, label=beside)
     if any(curve.limit for curve in curves):
@@ -64,9 +63,20 @@ def length_plot(
 _LIMIT = dict(facecolor="none", hatch="/////", linewidth=0)
 
 
-def _draw_limit(axes, limit: dict[int, float], color: str) -> None:
-    """A line with a hatched edge above it, like a wall in a drawing."""
-    lengths, values = zip(*sorted(limit.items()))
-    axes.plot(lengths, values, color=color, linewidth=3, alpha=0.45, zorder=2)
+def _dashed_suffix(curve: Curve) -> str:
+    return next((suffix for suffix in DASHED if curve.name.endswith(suffix)), "")
+
+
+def _draw_limit(axes, curve: Curve, color: str, line: str, *, named: bool) -> None:
+    """A line with a hatched edge above it, like a wall in a drawing; with the model's name if its colour does not tell."""
+    lengths, values = zip(*sorted(curve.limit.items()))
+    axes.plot(lengths, values, line, color=color, linewidth=3, alpha=0.45, zorder=2)
     edge = [value * 1.18 for value in values]  # of equal height anywhere on a logarithmic axis
     axes.fill_between(lengths, values, edge, **_LIMIT, edgecolor=color, alpha=0.45, zorder=1)
+    if not named:
+        return
+    box = dict(facecolor="white", edgecolor="none", alpha=0.85, pad=1)
+    place = lengths[0], values[0] * 1.18**0.5
+    axes.annotate(
+        curve.label, place, (4, 0), textcoords="offset points", color=color, fontsize=7, va="center", bbox=box
+    )
