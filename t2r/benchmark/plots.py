@@ -68,7 +68,7 @@ def _dashed_suffix(curve: Curve) -> str:
 
 
 def _draw_limit(axes, curve: Curve, color: str, line: str, *, named: bool) -> None:
-    """A line with a hatched edge above it, like a wall in a drawing; with the model's name if others have its colour."""
+    """A line with a hatched edge above it, like a wall in a drawing; it is named if others have its colour."""
     lengths, values = zip(*sorted(curve.limit.items()))
     axes.plot(lengths, values, line, color=color, linewidth=3, alpha=0.45, zorder=2)
     edge = [value * 1.18 for value in values]  # of equal height anywhere on a logarithmic axis
