@@ -15,9 +15,8 @@ reads and writes, divided by the memory bandwidth that is measured in the same r
 
 --weights=bfloat16,int8 measures each model twice, with matrices in bfloat16 and in 8 bits, each row with a scale.
 
-On GPU, transformers and T2R decode with a few fused kernels per layer (bfloat16, batches up to 64), and the paper's T2R
-language models with one kernel for all layers (batches up to 16). The rows transformer_plain and t2r_plain decode
-without them.
+On a GPU in bfloat16, models decode by kernels where there are any for them: a few for each layer, or on an H100 or H200
+one for all layers (docs/decoding_speed.md). The rows transformer_plain and t2r_plain decode without them.
 
 DIR gets decode.jsonl (one line per measurement, appended), decode.json, decode.png and decode.svg.
 """

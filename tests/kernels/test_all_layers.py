@@ -248,7 +248,7 @@ def test_it_is_used_by_itself_where_it_is_faster():
     llama = dict(LLAMA, layers=16, width=2048, heads=32, kv_heads=8, head_dim=64, feedforward=8192)
     recurrent, softmax = AttentionSpec("linear", "t2r", 32), AttentionSpec()
     assert not support.all_layers_slower(micro(**smol, attention=(recurrent,) * 30))
-    assert not support.all_layers_slower(micro(**smol, attention=(softmax,) * 4 + (recurrent,) * 26))
+    assert not support.all_layers_slower(micro(**smol, attention=(softmax,) * 8 + (recurrent,) * 22))
     assert not support.all_layers_slower(micro(**llama, attention=(recurrent,) * 16))
     (problem,) = support.all_layers_slower(micro(**dict(llama, feedforward=16384), attention=(recurrent,) * 16))
     assert "128 MiB of weights" in problem
