@@ -25,7 +25,7 @@ _SLOTS = flags.DEFINE_integer("slots", 0, "Slots of the server; 0: as many as st
 _CHECK = flags.DEFINE_bool("check", True, "Ask each prompt alone, too, and compare.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
 _WEIGHTS = flags.DEFINE_enum(
-    "weights", "float32", ["float32", "int8"], "Type of the matrices; int8: 8 bits, rounded, fastest on CPUs."
+    "weights", "float32", ["float32", "int8"], "Matrices: as --dtype says (float32), or in 8 bits, fastest on CPUs."
 )
 _KERNELS = flags.DEFINE_enum(
     "kernels",

@@ -24,7 +24,7 @@ _SEED = flags.DEFINE_integer("seed", None, "Random seed; default: another one ea
 _TEMPLATE = flags.DEFINE_string("chat_template", None, "File with a chat template, for a model that has none.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
 _WEIGHTS = flags.DEFINE_enum(
-    "weights", "float32", ["float32", "int8"], "Type of the matrices; int8: 8 bits, rounded, fastest on CPUs."
+    "weights", "float32", ["float32", "int8"], "Matrices: as --dtype says (float32), or in 8 bits, fastest on CPUs."
 )
 
 

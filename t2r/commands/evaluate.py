@@ -56,7 +56,7 @@ _SAMPLE_PROMPT = flags.DEFINE_integer(
 )
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
 _WEIGHTS = flags.DEFINE_enum(
-    "weights", "float32", ["float32", "int8"], "Type of the matrices; int8: 8 bits, rounded, fastest on CPUs."
+    "weights", "float32", ["float32", "int8"], "Matrices: as --dtype says (float32), or in 8 bits, fastest on CPUs."
 )
 _BEAM = flags.DEFINE_integer("beam", 5, "Translation: beam size; 1: greedy.")
 _PENALTY = flags.DEFINE_float("length_penalty", 0.6, "Translation: scores are divided by length^penalty.")

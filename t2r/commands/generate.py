@@ -34,7 +34,7 @@ _TEXTS = flags.DEFINE_integer("texts", None, "Texts to write to --output, each o
 _OUTPUT = flags.DEFINE_string("output", None, "File for --texts, divided by lines <|endoftext|>; .gz: compressed.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
 _WEIGHTS = flags.DEFINE_enum(
-    "weights", "float32", ["float32", "int8"], "Type of the matrices; int8: 8 bits, rounded, fastest on CPUs."
+    "weights", "float32", ["float32", "int8"], "Matrices: as --dtype says (float32), or in 8 bits, fastest on CPUs."
 )
 _KERNELS = flags.DEFINE_enum(
     "kernels",

@@ -41,7 +41,7 @@ _WARM_UP = flags.DEFINE_bool(
 )
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
 _WEIGHTS = flags.DEFINE_enum(
-    "weights", "float32", ["float32", "int8"], "Type of the matrices; int8: 8 bits, rounded, fastest on CPUs."
+    "weights", "float32", ["float32", "int8"], "Matrices: as --dtype says (float32), or in 8 bits, fastest on CPUs."
 )
 _KERNELS = flags.DEFINE_enum(
     "kernels",
