@@ -10,7 +10,8 @@ from t2r.files import make_folder, writing
 SOFTMAX, RNN, OTHER = "#0072b2", "#d55e00", "#777777"
 COLORS = {
     "transformer": SOFTMAX, "t2r": RNN, "t2r_75": "#cc79a7", "t2r_unmerged": "#56b4e9", "elu": "#009e73",
-    "t2r_window": "#7b3294", "t2r_hybrid": "#b8860b", "rfa": "#e69f00", "softmax": SOFTMAX, "chunked": "#009e73",
+    "t2r_window": "#7b3294", "t2r_hybrid": "#b8860b", "t2r_hybrid_4th": "#6b4e00", "rfa": "#e69f00", "softmax": SOFTMAX,
+    "chunked": "#009e73",
 }  # fmt: skip
 LOG_FROM = 3  # the largest value over the least from which an axis of values is logarithmic
 

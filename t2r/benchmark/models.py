@@ -40,6 +40,7 @@ VARIANTS = {
     "t2r_75": Variant("T2R 75%", "t2r", keep="every_4th", merged=True),
     "t2r_window": Variant("T2R with a window", "t2r", windowed=True),
     "t2r_hybrid": Variant("T2R with a window, an 8th softmax", "t2r", keep="every_8th", windowed=True),
+    "t2r_hybrid_4th": Variant("T2R with a window, a 4th softmax", "t2r", keep="every_4th", windowed=True),
     "elu": Variant("ELU", "elu"),
     "rfa": Variant("RFA", "rfa"),
     "transformer_plain": Variant("transformer, without kernels", plain=True),

@@ -1,7 +1,8 @@
 """Measure decoding speed against generated length, and compare it with the memory bandwidth bound.
 
 t2r benchmark decode --preset=paper_lm --output=DIR [--field=vocab_size=32768 --field=adaptive_cutoffs=()]
-    [--rows=transformer,t2r,t2r_unmerged,t2r_75,t2r_window,t2r_hybrid,elu,rfa] [--lengths=512,1024,...,32768]
+    [--rows=transformer,t2r,t2r_unmerged,t2r_75,t2r_window,t2r_hybrid,t2r_hybrid_4th,elu,rfa]
+    [--lengths=512,1024,...,32768]
     [--batch=16] [--dtype=bfloat16] [--weights=bfloat16,int8] [--window=32] [--largest_batch] [--whole] [--prompt=N]
     [--beam=5]
     [--peers --peer_lengths=512,4096 --peer_names=hugging_face_static] [--budget_seconds=N] [--again] [--device_report]

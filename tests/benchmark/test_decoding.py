@@ -73,6 +73,8 @@ def test_the_models_that_people_have(name, parameters, kept):
     hybrid = converted(config, "t2r_hybrid", window=16).attention
     assert [layer for layer, spec in enumerate(hybrid) if spec.kind == "softmax"] == kept
     assert {(spec.features, spec.window, spec.sinks) for spec in hybrid if spec.kind == "windowed"} == {(32, 16, 4)}
+    kinds = [spec.kind for spec in converted(config, "t2r_hybrid_4th").attention]
+    assert (kinds.count("softmax"), kinds[-1], kinds[-2]) == (2 * len(kept), "softmax", "windowed")
 
 
 @pytest.mark.parametrize(
