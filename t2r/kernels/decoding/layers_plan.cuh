@@ -185,7 +185,8 @@ constexpr int MOST_CHUNKS = (MOST_HEADS * MOST_QKV_TILES + MOST_UP_TILES) * STRE
                                 (MOST_HEADS * operand_chunks(MOST_ATTENDED) + operand_chunks(MOST_UNITS));
 constexpr int FITTING_CHUNKS =
     (SHARED_MEMORY - (int)sizeof(Fixed) - 256) / (WARPS * (CHUNK * (int)sizeof(Fragment) + 8));
-constexpr int SLOT_CHUNKS = MOST_CHUNKS > 12 || FITTING_CHUNKS < 6 ? 1 : FITTING_CHUNKS < 9 ? 2 : 3;  // three slots fit
+constexpr bool LARGE = MOST_CHUNKS > 12;  // memory must not be idle: what was read is loaded over at once
+constexpr int SLOT_CHUNKS = LARGE || FITTING_CHUNKS < 6 ? 1 : FITTING_CHUNKS < 9 ? 2 : 3;  // three slots fit
 constexpr int FITTING_SLOTS = FITTING_CHUNKS / SLOT_CHUNKS;
 constexpr int SLOTS = FITTING_SLOTS < MOST_SLOTS ? FITTING_SLOTS : MOST_SLOTS;
 static_assert(SLOTS >= 2, "too large for shared memory");

@@ -77,7 +77,7 @@ struct Weights {
   void release() {  // the first chunk that was read and not released
     if (++released < SLOT_CHUNKS) return;
     released = 0, empty++;
-    if (SLOT_CHUNKS == 1) load();  // a large layer: memory must not be idle
+    if (LARGE) load();
   }
 
   // Starts to load over what was released. That takes some time, and what is read from global memory just after it waits
