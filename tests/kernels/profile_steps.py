@@ -17,6 +17,8 @@ STEPS = 64
 
 
 def main() -> None:
+    from measure_all_layers import configs
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+")
     parser.add_argument("--beam", type=int, default=1)
@@ -24,6 +26,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--kernels", default="", help="all or layers; empty: those that t2r chooses")
     arguments = parser.parse_args()
+    unknown = [name for name in arguments.names if name.removesuffix(" int8") not in configs()]
+    if unknown:
+        parser.error(f"no model {', '.join(unknown)}; choose from {', '.join(configs())}, each also with ' int8'")
     for name in arguments.names:
         profile(name, arguments)
 

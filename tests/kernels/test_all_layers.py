@@ -11,7 +11,7 @@ from flax import nnx
 
 from t2r.attention.softmax import KVCache
 from t2r.batch import PADDING
-from t2r.kernels.decoding import all_layers, cuda, fused_model, layers_packing, support
+from t2r.kernels.decoding import all_layers, cuda, fused_model, launch, layers_packing, support
 from t2r.kernels.support import Device
 from t2r.model.config import AttentionSpec
 from t2r.model.loss import source_states
@@ -170,7 +170,7 @@ def run_emulated(folder, model, x, states, keep, positions, clusters, ranks, sou
     macros = all_layers.definitions(model, batch, grid, source_count=count, own_lengths=own_lengths)
     layers = layers_packing.pack(model, batch, grid)
     arguments = all_layers.arguments(x, layers, states, keep, positions, model, grid, sources=sources)
-    updated = emulate(folder, all_layers.source(*all_layers.PARTS), macros, *arguments, grid.blocks)
+    updated = emulate(folder, launch.source(*all_layers.PARTS), macros, *arguments, grid.blocks)
     out, new_states, _ = all_layers.results(updated, x.shape, states, all_layers.phases(model))
     return out, new_states
 

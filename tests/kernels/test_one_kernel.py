@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from t2r.kernels.decoding import cuda, one_kernel, support
+from t2r.kernels.decoding import cuda, launch, one_kernel, support
 from t2r.kernels.decoding import fused_model as fused
 from t2r.model.config import AttentionSpec, preset
 from t2r.model.parameters import abstract_model
@@ -54,7 +54,7 @@ def test_the_kernel_equals_the_models_step(tmp_path):
 def run_emulated(folder, macros, x, layers, states, keep):
     """The results of the kernel on an emulated GPU."""
     arguments, blocks = one_kernel.arguments(x, layers, states, keep), macros["CLUSTERS"] * one_kernel.RANKS
-    updated = emulate(folder, one_kernel.source("one_kernel.cu"), macros, *arguments, blocks)
+    updated = emulate(folder, launch.source("one_kernel.cu"), macros, *arguments, blocks)
     return one_kernel.results(updated, x.shape, states)
 
 

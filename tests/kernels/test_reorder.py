@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t2r.kernels.decoding import all_layers, fused_model, layers_packing, reorder
+from t2r.kernels.decoding import fused_model, launch, layers_packing, reorder
 from t2r.model.config import AttentionSpec
 from tests.conftest import make_model, micro_mt
 from tests.kernels.emulation import emulate
@@ -31,7 +31,7 @@ def test_sequences_take_the_state_of_their_parents_in_place(sentences, beams, tm
     parents = (np.arange(count) // beams * beams + rng.integers(0, beams, count)).astype(np.int32)
     macros = reorder.definitions(arrays, beams)
     blocks, emulated = macros["BLOCKS"] * macros["ARRAYS"], dict(macros, RANKS=1, SHARED_MEMORY=0)
-    moved = emulate(tmp_path, all_layers.source("reorder.cu"), emulated, [parents], arrays, blocks, "reorder")
+    moved = emulate(tmp_path, launch.source("reorder.cu"), emulated, [parents], arrays, blocks, "reorder")
     for before, after in zip(arrays, moved):
         np.testing.assert_array_equal(after, before[parents])
 

@@ -17,14 +17,14 @@
 // Weights do not depend on activations: each warp loads its own, in the order in which it will read them, into a ring of
 // chunks in shared memory, across products, barriers and layers. The memory is never idle while rings have space.
 //
-// The stream has three buffers. Phase p (two for each layer) reads buffer p, adds to p + 1, and while it waits sets p + 2
-// to zero (modulo 3). The residual is one more contribution to the sum: a cluster that has little else to do adds x itself, in
-// attention the last one, which has fewest heads, in the feed-forward the first, which has fewest units.
+// The stream has three buffers. Phase p (two for each layer) reads buffer p, adds to p + 1, and while it waits sets
+// p + 2 to zero (modulo 3). The residual is one more contribution to the sum: a cluster that has little else to do adds x
+// itself, in attention the last one, which has fewest heads, in the feed-forward the first, which has fewest units.
 //
 // The parts: layers_plan.cuh, layers_weights.cuh, layers_products.cuh, layers_attention.cuh, and here the course of a
 // layer.
 
-constexpr u32 STREAM_READ_CYCLES = 4000;  // at most
+constexpr u32 STREAM_READ_CYCLES = 4000;  // of a phase: by then the blocks that have a head have read the stream
 
 // Waits for messages of other ranks; then the next ones may come, of a number of bytes that depends on the layer.
 void receive(Exchanges& exchanges, Exchange which, u64* barrier, u32 bytes) {
@@ -44,7 +44,7 @@ void attention(Shared& shared, Weights& weights, const Streams& streams, int num
   if (adds_residual && role.heads == 0) add_residual(shared, role, x, to, vectors.attention, has_norm, false);
   if (role.heads == 0) {
     zero_share(streams.unused);
-    if (weights.empty > 0) pause(STREAM_READ_CYCLES);  // other blocks read the stream, and would wait behind these loads
+    if (weights.empty > 0) pause(STREAM_READ_CYCLES);  // what other blocks read would wait behind these loads
     weights.load();
   }
   for (int i = 0; i < role.heads; i++) {

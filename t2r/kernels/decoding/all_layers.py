@@ -11,18 +11,15 @@ Thread blocks add their results in the order in which they finish, so the last b
 to run; with kernels="off" they do not.
 """
 
-import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from t2r.console import say
-from t2r.kernels.decoding import cuda
+from t2r.kernels.decoding import launch
 from t2r.kernels.decoding.layers_packing import (
     REDUCED,
     ROUND_OPERANDS,
@@ -64,14 +61,8 @@ def run(
     options = dict(source_count=source_count, own_lengths=have_own_lengths(states), clocks=clocks)
     kernel = compile_for(definitions(model, len(x), grid, **options))
     inputs, updated = arguments(x, layers, states, keep, positions, model, grid, sources=sources, clocks=clocks)
-    call = jax.ffi.ffi_call(
-        "__gpu$xla.gpu.ptx",
-        [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in updated],
-        input_output_aliases={len(inputs) + index: index for index in range(len(updated))},
-    )
-    size = dict(grid_x=grid.blocks, grid_y=1, grid_z=1, block_x=grid.threads, block_y=1, block_z=1)
-    launch = {name: np.int32(value) for name, value in dict(size, shared_mem_bytes=grid.memory).items()}
-    outputs = call(*inputs, *updated, name="decode_step", kernel_type="ptx", kernel_data=kernel, **launch)
+    size = dict(blocks=grid.blocks, threads=grid.threads, memory=grid.memory)
+    outputs = launch.call_in_place(kernel, "decode_step", inputs, updated, **size)
     return results(outputs, x.shape, states, phases(model), clocks=clocks)
 
 
@@ -276,11 +267,6 @@ def definitions(
 STATE_FIELDS = ("S", "z", "k", "v", "count", "valid")  # of the struct `Layer`
 
 
-def source(*names: str) -> str:
-    """The text of files in this folder, one after the other."""
-    return "\n".join(Path(__file__).with_name(name).read_text() for name in names)
-
-
 def fits(model: Any, batch: int) -> bool:
     """Whether the kernel compiles for a model; one line says if it does not, because shared memory is too small."""
     try:
@@ -292,14 +278,6 @@ def fits(model: Any, batch: int) -> bool:
     return True
 
 
-def compile_for(macros: dict[str, Any], *parts: str) -> str:
-    """PTX for these macros, of the kernel whose parts are these files; none: of this module's."""
-    return _compile(tuple(macros.items()), parts or PARTS)
-
-
-@functools.cache
-def _compile(macros: tuple[tuple[str, Any], ...], parts: tuple[str, ...]) -> str:
-    # Divisions are rounded in the last two bits only, without a slow path for numbers that do not occur.
-    options = ["--gpu-architecture=compute_90", "--std=c++17", "-default-device", "--prec-div=false"]
-    defined = "\n".join(f"#define {name} {value}" for name, value in macros)
-    return cuda.compile_cuda(f"{defined}\n{source('hopper.cuh', *parts)}", options)
+def compile_for(macros: dict[str, Any]) -> str:
+    """PTX for these macros."""
+    return launch.compile_files(*PARTS, macros=macros, rounded_division=True)

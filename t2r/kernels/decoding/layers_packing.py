@@ -113,12 +113,12 @@ class Sizes(NamedTuple):
         return self.kv_heads * self.parts(kind)
 
     def queries_of(self, kind: str) -> int:
-        """Of each head."""
+        """The query heads of each head."""
         return self.queries // self.parts(kind)
 
     @property
     def most_queries(self) -> int:
-        """Of each head, in the layers that have most."""
+        """The query heads of each head, in the layers that have most."""
         return max(map(self.queries_of, self.kinds))
 
     def attended(self, kind: str) -> int:
@@ -199,7 +199,7 @@ class Sizes(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def _chunk_tiles(sizes: Sizes) -> int:
-    """Those with which the blocks that have a head, and most units, have least to do."""
+    """The number of tiles of a chunk with which the blocks that have a head and most units have least to do."""
     heads, units, ranks = sizes.most_heads, max(sizes.up_tiles), sizes.grid.ranks
     stream = -(-sizes.width // TILE // ranks // sizes.grid.warps)
 

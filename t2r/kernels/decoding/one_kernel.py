@@ -8,9 +8,7 @@ Thread blocks add their results in the order in which they finish, so the last b
 to run; with kernels="off" they do not.
 """
 
-import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
-from t2r.kernels.decoding import cuda
+from t2r.kernels.decoding import launch
 from t2r.kernels.decoding.matrices import Matrix
 from t2r.kernels.decoding.support import CLUSTERS, RANKS, SHARED_MEMORY, THREADS
 from t2r.kernels.decoding.support import ONE_KERNEL_SEQUENCES as SEQUENCES
@@ -141,16 +139,9 @@ def run(
 ) -> tuple[Float[Array, "b width"], tuple[Any, ...]]:
     """The residual stream after all layers, and the new states; those of sequences not to `keep` do not change."""
     batch, features = len(x), states[0].z.shape[-1]
-    kernel = _compile(tuple(definitions(config, features, batch, normalizer).items()))
-    inputs, updated = arguments(x, layers, states, keep)
-    call = jax.ffi.ffi_call(
-        "__gpu$xla.gpu.ptx",
-        [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in updated],
-        input_output_aliases={len(inputs) + index: index for index in range(len(updated))},
-    )
-    size = dict(grid_x=CLUSTERS * RANKS, grid_y=1, grid_z=1, block_x=THREADS, block_y=1, block_z=1)
-    launch = {name: np.int32(value) for name, value in dict(size, shared_mem_bytes=SHARED_MEMORY).items()}
-    outputs = call(*inputs, *updated, name="decode_step", kernel_type="ptx", kernel_data=kernel, **launch)
+    kernel = launch.compile_files("one_kernel.cu", macros=definitions(config, features, batch, normalizer))
+    size = dict(blocks=CLUSTERS * RANKS, threads=THREADS, memory=SHARED_MEMORY)
+    outputs = launch.call_in_place(kernel, "decode_step", *arguments(x, layers, states, keep), **size)
     return results(outputs, x.shape, states)
 
 
@@ -204,15 +195,3 @@ def definitions(
         PARAMETERS=", ".join(parameters),
         STATE_POINTERS=", ".join(f"S{i}, z{i}" for i in layers),
     )
-
-
-def source(*names: str) -> str:
-    """The text of files in this folder, one after the other."""
-    return "\n".join(Path(__file__).with_name(name).read_text() for name in names)
-
-
-@functools.cache
-def _compile(macros: tuple[tuple[str, Any], ...]) -> str:
-    options = ["--gpu-architecture=compute_90", "--std=c++17", "-default-device"]
-    options += [f"-D{name}={value}" for name, value in macros]
-    return cuda.compile_cuda(source("hopper.cuh", "one_kernel.cu"), options)

@@ -6,11 +6,9 @@ longer than the work that they do.
 
 import math
 
-import jax
-import numpy as np
 from jaxtyping import Array, Int
 
-from t2r.kernels.decoding import all_layers
+from t2r.kernels.decoding import launch
 
 THREADS = 256
 MOST_BLOCKS = 32  # of an array
@@ -20,15 +18,8 @@ MOST_BEAMS = 24  # a thread has registers for 16 bytes of each
 def reorder(arrays: list[Array], parents: Int[Array, "sequences"], beams: int) -> list[Array]:
     """The arrays with sequence parents[i] at i. `beams` consecutive sequences have their parents among themselves."""
     macros = definitions(arrays, beams)
-    call = jax.ffi.ffi_call(
-        "__gpu$xla.gpu.ptx",
-        [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
-        input_output_aliases={1 + index: index for index in range(len(arrays))},
-    )
-    size = dict(grid_x=macros["BLOCKS"] * len(arrays), grid_y=1, grid_z=1, block_x=THREADS, block_y=1, block_z=1)
-    launch = {name: np.int32(value) for name, value in dict(size, shared_mem_bytes=0).items()}
-    kernel = all_layers.compile_for(macros, "reorder.cu")
-    return list(call(parents, *arrays, name="reorder", kernel_type="ptx", kernel_data=kernel, **launch))
+    kernel, blocks = launch.compile_files("reorder.cu", macros=macros), macros["BLOCKS"] * len(arrays)
+    return list(launch.call_in_place(kernel, "reorder", [parents], arrays, blocks=blocks, threads=THREADS))
 
 
 def fits(arrays: list[Array], beams: int) -> bool:
