@@ -24,6 +24,19 @@ def silence() -> None:
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process ends
 
 
+def keep_output_for_results() -> None:
+    """From now on, what libraries written in C++ print on standard output goes to standard error.
+
+    They write to file descriptor 1, past Python: a program that reads our JSON would read their messages, too.
+    """
+    if sys.stdout is not sys.__stdout__:
+        return  # a notebook or a test has redirected it
+    sys.stdout.flush()
+    results = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = open(results, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1)  # noqa: SIM115
+
+
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """In its body, Ctrl-C ends the work for certain: `raise_if_interrupted` raises what a library has swallowed."""

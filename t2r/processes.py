@@ -49,6 +49,7 @@ def join(coordinator: str, processes: int, process: int) -> None:
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"--coordinator={coordinator}: the processes did not find each other ({reason})") from None
+    console.keep_output_for_results()  # Gloo, which connects processes, prints a line for each connection
     if not is_first():
         console.silence()
 
