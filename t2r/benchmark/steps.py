@@ -127,7 +127,7 @@ class Decoder:
         def run(start: Search) -> jax.Array:
             nonlocal search
             search = compiled(arrays, start, packed)  # `start` is donated
-            return search.tokens
+            return search.last
 
         times = time_calls(run, prepare=prepare, repeat_for=self.repeat_for)
         return DecodeSpeed(length, batch, times.seconds, times.spread, seconds, size_in_bytes, steps)

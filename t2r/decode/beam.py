@@ -26,6 +26,7 @@ from t2r.batch import PADDING, Batch, pad_sequences
 from t2r.decode.generate import decoder, packed_weights, state_bytes
 from t2r.environment import require_memory
 from t2r.errors import raise_all
+from t2r.model.largest import largest
 from t2r.model.loss import source_states, token_losses
 from t2r.model.transformer import DecodeState, Seq2Seq, check_length
 
@@ -78,9 +79,12 @@ class Search(NamedTuple):
     state: DecodeState
     step: Int[Array, "b"]
     limit: Int[Array, "b"]  # the most tokens of a translation, without its stop token
-    tokens: Int[Array, "b size capacity"]  # of the live beams
+    last: Int[Array, "b size"]  # tokens of the live beams
     sums: Float[Array, "b size"]  # log-probabilities of the live beams
-    results: Int[Array, "b size capacity"]
+    # For each step and live beam, token · size + parent: the token that it added, to which of the beams before.
+    # Translations are read from it at the end, backwards, so that a step moves none of them.
+    history: Int[Array, "b capacity size"]
+    results: Int[Array, "b size"]  # the live beam that each one ended
     scores: Float[Array, "b size"]  # of the results, best first; NEVER where there is none yet
     lengths: Int[Array, "b size"]  # of the results, stop token included
     done: Bool[Array, "b"]
@@ -170,23 +174,37 @@ def _translate(
             done[places[: len(new)]], owner[places[: len(new)]] = False, new
         search = _advance(graph, arrays, search, rows - together if waiting else 0, special, beam, packed)
         were_done, done = done, np.array(search.done)
-        found = jax.device_get((search.results, search.scores, search.lengths))
+        found = jax.device_get((search.history, search.results, search.scores, search.lengths))
         for row in np.flatnonzero(done & ~were_done):
             yield int(owner[row]), _hypotheses(*(x[row] for x in found), special, beam)
 
 
 def _hypotheses(
-    results: Int[np.ndarray, "size capacity"],
+    history: Int[np.ndarray, "capacity size"],
+    results: Int[np.ndarray, "size"],
     scores: Float[np.ndarray, "size"],
-    counts: Int[np.ndarray, "size"],
+    lengths: Int[np.ndarray, "size"],
     special: Special,
     beam: Beam,
 ) -> list[Hypothesis]:
     return [
-        Hypothesis(tokens[: n - len(special.prefix)].tolist(), float(score), float(score) * n**beam.length_penalty)
-        for tokens, score, n in zip(results, scores, counts.tolist())
+        Hypothesis(
+            _tokens(history[: length - len(special.prefix)], last),
+            float(score),
+            float(score) * length**beam.length_penalty,
+        )
+        for last, score, length in zip(results.tolist(), scores, lengths.tolist())
         if score > NEVER / 2
     ]
+
+
+def _tokens(history: Int[np.ndarray, "steps size"], beam: int) -> list[int]:
+    """The tokens of the live beam that has this number after the last of these steps."""
+    tokens = []
+    for step in reversed(history.tolist()):
+        token, beam = divmod(step[beam], len(step))
+        tokens.append(token)
+    return tokens[::-1]
 
 
 def padded_width(longest: int) -> int:
@@ -231,16 +249,17 @@ def begin(graph, arrays, sources: Array, limits: Array, capacity: int, special: 
         _, state = model(jnp.full((batch * size, 1), token), state=state)
     # Sentences join and leave, so each has its own place in the caches.
     layers = (x._replace(index=state.position) if isinstance(x, KVCache) else x for x in state.layers)
-    empty = jnp.zeros((batch, size, capacity), jnp.int32)
+    none = jnp.zeros((batch, size), jnp.int32)
     return Search(
         state=state._replace(layers=tuple(layers)),
         step=jnp.zeros(batch, jnp.int32),
         limit=limits,
-        tokens=empty,
+        last=jnp.full((batch, size), special.prefix[-1]),
         sums=jnp.full((batch, size), NEVER).at[:, 0].set(0.0),  # at first all beams are equal: only one counts
-        results=empty,
+        history=jnp.zeros((batch, capacity, size), jnp.int32),
+        results=none,
         scores=jnp.full((batch, size), NEVER),
-        lengths=jnp.zeros((batch, size), jnp.int32),
+        lengths=none,
         done=jnp.all(sources == PADDING, 1),
     )
 
@@ -289,9 +308,7 @@ def _sequences(rows: Int[Array, "some"], size: int) -> Int[Array, "sequences"]:
 def _step(model: Any, search: Search, *, special: Special, beam: Beam) -> Search:
     """One decoding step for each live beam."""
     (batch, size), step, (prefix, end, never) = search.sums.shape, search.step[:, None], special
-    last = jnp.take_along_axis(search.tokens, jnp.maximum(step - 1, 0)[:, :, None], 2)[:, :, 0]
-    last = jnp.where(step == 0, prefix[-1], last)
-    hidden, state = model(last.reshape(batch * size, 1), state=search.state)
+    hidden, state = model(search.last.reshape(batch * size, 1), state=search.state)
     # Enough tokens that 2 · size remain when those that are never generated, and the stop token, are taken out: it is
     # a candidate of its own. At its limit a translation can only stop.
     count, at_limit = 2 * size + 1 + len(never), step >= search.limit[:, None]
@@ -305,10 +322,8 @@ def _step(model: Any, search: Search, *, special: Special, beam: Beam) -> Search
 
     # Twice as many candidates as beams: even if the best `size` all stop, `size` others remain.
     sums = (search.sums[:, :, None] + log_probs).reshape(batch, -1)
-    sums, flat = jax.lax.top_k(sums, min(2 * size, sums.shape[1]))
+    sums, flat = largest(sums, min(2 * size, sums.shape[1]))
     parent, token = flat // choices.shape[2], jnp.take_along_axis(choices.reshape(batch, -1), flat, 1)
-    tokens = jnp.take_along_axis(search.tokens, parent[:, :, None], 1)
-    tokens = jnp.where(jnp.arange(tokens.shape[2]) == step[:, :, None], token[:, :, None], tokens)
     stops = token == end
 
     finished = stops & (jnp.arange(sums.shape[1]) < size) & ~search.done[:, None] & (sums > NEVER / 2)
@@ -317,24 +332,24 @@ def _step(model: Any, search: Search, *, special: Special, beam: Beam) -> Search
         finished &= jnp.cumsum(finished, 1) <= missing
     length = step + len(prefix)
     scores = jnp.where(finished, sums / length.astype(jnp.float32) ** beam.length_penalty, NEVER)
-    pool = jnp.concatenate([search.scores, scores], 1)
-    best, chosen = jax.lax.top_k(pool, size)
-    take = lambda old, new: jnp.take_along_axis(  # noqa: E731
-        jnp.concatenate([old, new], 1), chosen.reshape(batch, size, *[1] * (old.ndim - 2)), 1
+    best, chosen = largest(jnp.concatenate([search.scores, scores], 1), size)
+    results, lengths = (
+        jnp.take_along_axis(jnp.concatenate([old, jnp.broadcast_to(new, token.shape)], 1), chosen, 1)
+        for old, new in ((search.results, parent), (search.lengths, length))
     )
-    results = take(search.results, tokens)
-    lengths = take(search.lengths, jnp.broadcast_to(length, token.shape))
 
-    live, survivors = jax.lax.top_k(jnp.where(stops, NEVER, sums), size)
-    parents = (jnp.arange(batch)[:, None] * size + jnp.take_along_axis(parent, survivors, 1)).reshape(-1)
+    live, survivors = largest(jnp.where(stops, NEVER, sums), size)
+    parent, token = (jnp.take_along_axis(x, survivors, 1) for x in (parent, token))
+    sequences = (jnp.arange(batch)[:, None] * size + parent).reshape(-1)
     full = best[:, -1] > NEVER / 2
     if not beam.early_stopping:
         full &= best[:, -1] >= live[:, 0] / length[:, 0].astype(jnp.float32) ** beam.length_penalty
     return search._replace(
-        state=state if size == 1 else model.reorder(state, parents, size),
+        state=state if size == 1 else model.reorder(state, sequences, size),
         step=search.step + 1,
-        tokens=jnp.take_along_axis(tokens, survivors[:, :, None], 1),
+        last=token,
         sums=live,
+        history=search.history.at[jnp.arange(batch), search.step].set(token * size + parent),
         results=results,
         scores=best,
         lengths=lengths,

@@ -72,7 +72,8 @@ class PlainEmbedding(OutputLayer):
     def likeliest(self, x: Float[Array, "b width"], count: int, always: int) -> tuple[Array, Array, Array]:
         logits = self.logits(x)
         values, tokens = largest(logits, min(count, logits.shape[-1]))
-        total = jax.nn.logsumexp(logits, axis=-1)  # only those that are returned are normalised
+        # logsumexp, whose maximum is known; only the logits that are returned are normalised.
+        total = values[:, 0] + jnp.log(jnp.exp(logits - values[:, :1]).sum(-1))
         return values - total[:, None], tokens, logits[:, always] - total
 
     def logits(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:

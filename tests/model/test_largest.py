@@ -7,12 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t2r.model import largest as searches
 from t2r.model.largest import BLOCK, largest, largest_of_columns
 
 
-@pytest.mark.parametrize("count", [1, 3, 7])
-@pytest.mark.parametrize("size", [4 * BLOCK, 9 * BLOCK - 5, 30])
-def test_the_largest_are_those_of_a_full_search(count, size):
+@pytest.fixture(params=["cpu", "cuda"])
+def platform(request, monkeypatch):
+    """The search of each platform, on this one."""
+
+    def platform_dependent(*arguments, default, **others):
+        return others.get(request.param, default)(*arguments)
+
+    monkeypatch.setattr(searches.jax.lax, "platform_dependent", platform_dependent)
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 20])
+@pytest.mark.parametrize("size", [4 * BLOCK, 9 * BLOCK - 5, 30, 40 * BLOCK])
+def test_the_largest_are_those_of_a_full_search(platform, count, size):
     """With many equal numbers, too: then the first ones."""
     rng = np.random.default_rng(count)
     for x in (rng.standard_normal((5, size)), rng.integers(0, 4, (5, size)), np.full((5, size), -np.inf)):
