@@ -31,7 +31,7 @@ from t2r.benchmark.shared import (
 )
 from t2r.benchmark.steps import DecodingProgram, abstract_generation, attention_bytes
 from t2r.console import raise_if_interrupted, say, table
-from t2r.decode.generate import PREFILL_CHUNK, Generation, packed_weights, read_chunk
+from t2r.decode.generate import Generation, default_chunk, packed_weights, read_chunk
 from t2r.environment import total_bytes
 from t2r.errors import InputError
 from t2r.model.state_size import state_bytes
@@ -42,7 +42,7 @@ from t2r.plots import save
 class PrefillOptions(NamedTuple):
     """How reading is measured."""
 
-    chunk: int = PREFILL_CHUNK  # tokens that are read at once
+    chunk: int | None = None  # tokens that are read at once; None: as many as `t2r generate` reads
     seconds: float = 2.0  # minimum total time of the repetitions
     most_seconds: float = 120.0  # a prompt that takes longer is given up
 
@@ -53,6 +53,7 @@ def benchmark_prefill(
     """Measures all models at all lengths of prompts. Prints a table, writes JSON and plots, and returns a summary."""
     if any(config.encoder_layers for config in request.models.values()):
         raise InputError("benchmark prefill is for language models; benchmark decode times the encoding of sources")
+    options = options._replace(chunk=options.chunk or default_chunk(request.batch))
     results = open_results("prefill", output)
     # The smallest first: a device reports only its highest peak so far.
     for name in sorted(request.models, key=lambda name: state_bytes(request.models[name], 1, request.lengths[-1])):

@@ -1,7 +1,7 @@
 """Measure the reading of prompts against their length: time to the first token, tokens per second, and memory.
 
 t2r benchmark prefill --preset=smollm2_135m --output=DIR [--lengths=2048,8192,32768,131072] [--rows=transformer,t2r]
-    [--batch=1] [--chunk=256] [--weights=bfloat16,int8] [--most_seconds=120] [--budget_seconds=N] [--again]
+    [--batch=1] [--chunk=N] [--weights=bfloat16,int8] [--most_seconds=120] [--budget_seconds=N] [--again]
 t2r benchmark prefill --model=DIRECTORY ...        (the architecture of a model; --rows=model: without conversion)
 
 Prompts are read --chunk tokens at a time, as `t2r generate` does, and the first token is generated. Larger chunks may
@@ -24,7 +24,12 @@ RESUMES = True  # after an interruption
 _MODELS = shared.define_models(lengths=["2048", "8192", "32768", "131072"], batch=1)
 _OUTPUT = shared.define_output()
 _WEIGHTS = flags.DEFINE_list("weights", None, "Types of the matrices: that of --dtype, which is the default, and int8.")
-_CHUNK = flags.DEFINE_integer("chunk", 256, "Tokens that are read at once.", lower_bound=1)
+_CHUNK = flags.DEFINE_integer(
+    "chunk",
+    None,
+    "Tokens that are read at once. Default: as `t2r generate`, 256 on CPUs and up to 1,024 elsewhere.",
+    lower_bound=1,
+)
 _SECONDS = flags.DEFINE_float("seconds", 2.0, "Repeat each measurement for this time.")
 _MOST_SECONDS = flags.DEFINE_float("most_seconds", 120, "Give up a prompt that takes longer.", lower_bound=0)
 
