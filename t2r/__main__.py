@@ -105,8 +105,8 @@ def _run(arguments: list[str]) -> int:
 
 
 def parse_flags(command, arguments: list[str]) -> None:
-    """Parses the flags of a command; raises an InputError if one is invalid."""
-    from t2r.errors import InputError
+    """Parses the flags of a command; raises an InputError that names all that are invalid."""
+    from t2r.errors import InputError, raise_all
 
     for argument in arguments:
         if not argument.isprintable() and any("\udc80" <= character <= "\udcff" for character in argument):
@@ -118,14 +118,45 @@ def parse_flags(command, arguments: list[str]) -> None:
         from t2r.training.config import check_arguments
 
         arguments = check_arguments(arguments)
-    try:
-        rest = flags.FLAGS(arguments)[1:]
-    except (flags.Error, TypeError, ValueError) as error:
-        missing = re.findall(r"flag --(\w+)=None: Flag --\w+ must have a value other than None", str(error))
-        message = ", ".join(f"--{name} is missing" for name in missing)
-        raise InputError(f"{message}: see --help" if missing else _in_words(str(error))) from None
+    problems, rest = _parse(arguments)
+    if problems:
+        problems = _problems_of_each(arguments) or problems
+        if len(problems) == 1:
+            raise InputError(f"{problems[0]}: see t2r {arguments[0]} --help")
+        raise_all(f"flags (see t2r {arguments[0]} --help):", problems)
     if rest:
         raise InputError(f"unexpected arguments {' '.join(rest)}: write flags as --name=value")
+
+
+def _parse(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Parses flags; (what is wrong, arguments that are not flags). Only the first flag that is wrong is named, or else
+    all that are missing."""
+    try:
+        return [], flags.FLAGS(arguments)[1:]
+    except (flags.Error, TypeError, ValueError) as error:
+        missing = re.findall(r"flag --(\w+)=None: Flag --\w+ must have a value other than None", str(error))
+        return [f"--{name} is missing" for name in missing] or [_in_words(str(error))], []
+
+
+def _problems_of_each(arguments: list[str]) -> list[str]:
+    """What is wrong with each flag, each parsed alone, and what is missing."""
+    command, problems, good = arguments[0], [], []
+    for group in _with_values(arguments[1:]):
+        found = [] if group[0].startswith("--config") else _parse([command, *group])[0]
+        found = [problem for problem in found if "is missing" not in problem]
+        problems += found
+        good += [] if found else group
+    return problems + _parse([command, *good])[0]
+
+
+def _with_values(arguments: list[str]) -> list[list[str]]:
+    """Flags, each with the value after it if that is an argument of its own."""
+    groups: list[list[str]] = []
+    for argument in arguments:
+        if argument.startswith("-") or not groups:
+            groups.append([])
+        groups[-1].append(argument)
+    return groups
 
 
 def _in_words(error: str) -> str:

@@ -96,6 +96,10 @@ def test_devices_stay_devices_and_links_stay_links(saved_lm, inputs, call, tmp_p
         (["generate", "stray"], ["unexpected arguments stray"]),
         (["generate", "--length=abc"], ["--length=abc: write a whole number"]),
         (["generate", "--no_such_flag"], ["no_such_flag"]),
+        (
+            ["generate", "--model=x", "--length=abc", "--temprature", "0.5"],
+            ["--length=abc", "temprature", "temperature"],
+        ),
         (["translate", "--beam=0"], ["beam=0 must be at least 1"]),
         (["translate", "--beam=0", "--n_best=2"], ["beam=0 must be at least 1"]),
         (["translate", "--input={inputs}/lines.txt", "--output={inputs}/lines.txt"], ["is the input"]),
