@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def module(name):
 
 
 VARIANTS = (
-    [f"numbers.py:{row}" for row in ROWS]
+    [f"number_words.py:{row}" for row in ROWS]
     + [f"tatoeba.py:{row}" for row in ROWS]
     + [f"wmt.py:{pair}/{row}" for pair in module("wmt").PAIRS for row in ROWS]
     + [f"wikitext103.py:{row}" for row in module("wikitext103").ROWS]
@@ -54,6 +55,11 @@ def test_a_conversion_without_a_model_says_what_to_give(variant):
     with pytest.raises(InputError, match=r"config.init_from is missing: give(.|\n)*t2r import") as raised:
         check(load_config(f"{CONFIGS}/convert.py:{variant}"))
     assert str(raised.value).count("\n") == 1
+
+
+def test_no_config_hides_a_module_of_python():
+    """A script that is run in configs/ would import the config instead."""
+    assert not {path.stem for path in CONFIGS.glob("*.py")} & sys.stdlib_module_names
 
 
 def test_unknown_variants_are_refused():

@@ -79,7 +79,7 @@ def test_training_on_prepared_pairs_does_not_import_tensorflow(tmp_path, data_di
     env = environment()
     env["PYTHONPATH"] = os.pathsep.join([str(forbidden), env["PYTHONPATH"]])
     run = subprocess.run(
-        [sys.executable, "-m", "t2r", "train", "--config=configs/numbers.py", f"--workdir={tmp_path}/run",
+        [sys.executable, "-m", "t2r", "train", "--config=configs/number_words.py", f"--workdir={tmp_path}/run",
          "--config.data.source=tfds:sentence_pairs/en-de,en,de", "--config.steps=2", "--config.model.layers=1",
          "--config.model.encoder_layers=1", "--config.model.width=32", "--config.data.buckets=1"],
         env=env, cwd=ROOT, capture_output=True, text=True, timeout=300,

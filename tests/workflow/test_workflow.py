@@ -455,7 +455,7 @@ TRANSLATOR = """
 from t2r.training.config import architecture, load_config
 
 def get_config():
-    config = load_config("numbers")
+    config = load_config("number_words")
     config.model = architecture("micro_mt", width=64, feedforward=128)
     config.data.update(source="tsv:{pairs}", vocab_size=330, length=24, batch_tokens=1024, buckets=1)
     config.steps, config.label_smoothing, config.average_checkpoints = 100, 0.0, 1

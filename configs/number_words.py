@@ -1,6 +1,6 @@
 """English to German translation of numbers in words: a transformer, then RNNs converted from it. For two CPU cores.
 
-    t2r train --config=configs/numbers.py[:ROW] --workdir=DIR
+    t2r train --config=configs/number_words.py[:ROW] --workdir=DIR
 
 ROW is
     transformer              random initialisation (the default)
