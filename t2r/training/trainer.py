@@ -198,6 +198,9 @@ def run_steps(run: Run, state: TrainState, batches: grain.DatasetIterator) -> Tr
     return state
 
 
+STEPS_AHEAD = 2  # that the host starts before they are computed: a device is never idle, and a run can stop soon
+
+
 class Log:
     """The results of steps. They are read only when needed, because reading one waits for the device."""
 
@@ -216,8 +219,10 @@ class Log:
         self._since += running_time() - began
 
     def add(self, step: int, result: dict[str, jax.Array]) -> None:
-        """Stores the result of a step without waiting for it."""
+        """Stores the result of a step without waiting for it, but for an earlier one: see STEPS_AHEAD."""
         self._unchecked.append((step, result))
+        if len(self._unchecked) > STEPS_AHEAD:
+            jax.block_until_ready(self._unchecked[-1 - STEPS_AHEAD][1])
 
     def check_finite(self, checkpoints: Checkpoints) -> None:
         """Waits for all stored results. Raises an InputError, before anything is saved, if one is not finite."""

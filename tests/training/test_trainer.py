@@ -327,6 +327,36 @@ def test_tokens_per_second_counts_neither_validation_nor_saving_nor_compilation(
     }
 
 
+def test_a_run_is_at_most_two_steps_ahead_of_its_device(config_file, tmp_path, monkeypatch):
+    """Otherwise SIGTERM, on a slow device, would have to wait for all steps that were begun: up to a log interval."""
+    begun, done = 0, 0
+    make_step, wait = trainer.make_step, jax.block_until_ready
+
+    def counting(*arguments):
+        one_step = make_step(*arguments)
+
+        def step(*inputs):
+            nonlocal begun
+            begun += 1
+            assert begun - done <= 1 + trainer.STEPS_AHEAD
+            return one_step(*inputs)
+
+        return step
+
+    def count(result):
+        nonlocal done
+        done += 1
+        return wait(result)
+
+    monkeypatch.setattr(trainer, "make_step", counting)
+    monkeypatch.setattr(trainer.jax, "block_until_ready", count)
+    config = load_config(str(config_file))
+    config.update(steps=8, log_every=8, eval_every=0, checkpoint_every=8)
+    config.data.batch = 16  # on the eight devices of this process
+    trainer.train(config, tmp_path / "run")
+    assert begun == 8 and done >= 6
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(config_file, tmp_path):
     """Step 1 makes parameters so large that step 2 overflows; the checkpoint of step 1 stays, no model is written."""
     workdir = tmp_path / "run"
