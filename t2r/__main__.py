@@ -120,10 +120,10 @@ def parse_flags(command, arguments: list[str]) -> None:
         arguments = check_arguments(arguments)
     problems, rest = _parse(arguments)
     if problems:
-        problems = _problems_of_each(arguments) or problems
+        problems = list(dict.fromkeys([*problems, *_problems_of_each(arguments)]))
         if len(problems) == 1:
-            raise InputError(f"{problems[0]}: see t2r {arguments[0]} --help")
-        raise_all(f"flags (see t2r {arguments[0]} --help):", problems)
+            raise InputError(f"{problems[0]}: see --help")
+        raise_all("flags (see --help):", problems)
     if rest:
         raise InputError(f"unexpected arguments {' '.join(rest)}: write flags as --name=value")
 
@@ -139,14 +139,16 @@ def _parse(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _problems_of_each(arguments: list[str]) -> list[str]:
-    """What is wrong with each flag, each parsed alone, and what is missing."""
+    """What is wrong with each flag, each parsed alone, and what is missing. Not of --config, which is parsed once."""
     command, problems, good = arguments[0], [], []
     for group in _with_values(arguments[1:]):
-        found = [] if group[0].startswith("--config") else _parse([command, *group])[0]
-        found = [problem for problem in found if "is missing" not in problem]
+        if group[0].startswith("--config"):
+            continue
+        found = [problem for problem in _parse([command, *group])[0] if not problem.endswith("is missing")]
         problems += found
         good += [] if found else group
-    return problems + _parse([command, *good])[0]
+    missing = _parse([command, *good])[0]
+    return problems + [problem for problem in missing if problem != "--config is missing"]
 
 
 def _with_values(arguments: list[str]) -> list[list[str]]:

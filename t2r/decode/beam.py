@@ -114,11 +114,10 @@ def translate(
     """
     sources = np.asarray(sources, np.int32)
     lengths = (sources != PADDING).sum(1)
-    check_length(model.config, int(lengths.max()))
+    check_length(model.config, int(lengths.max(initial=0)))
     limits = [default_limit(int(length)) for length in lengths] if limits is None else limits
     prefix = start if isinstance(start, tuple) else (end if start is None else start,)
-    if model.config.max_positions:
-        limits = [min(limit, model.config.max_positions - len(prefix)) for limit in limits]
+    limits = within_positions(model, limits, len(prefix))
     special = Special(prefix, end, tuple(sorted({prefix[0], padding} - {end, None})))
     results: list[list[Hypothesis]] = [[] for _ in sources]
     on_done(int((lengths == 0).sum()))
@@ -235,6 +234,12 @@ def check_memory(model: Seq2Seq, batch: int, length: int, beam: Beam) -> None:
 def default_limit(source_length: int) -> int:
     """The most tokens a translation may have. It depends only on its source's length, not on the rest of the batch."""
     return 2 * source_length + 16
+
+
+def within_positions(model: Seq2Seq, limits: list[int], prefix: int) -> list[int]:
+    """The limits, no larger than the model's positions, of which the `prefix` start tokens have some."""
+    most = model.config.max_positions
+    return [min(limit, most - prefix) for limit in limits] if most else limits
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))

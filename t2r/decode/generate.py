@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Int
 
 from t2r.attention.module import State
 from t2r.attention.softmax import KVCache
+from t2r.batch import PADDING
 from t2r.console import raise_if_interrupted
 from t2r.decode.sampling import Sampling, choose
 from t2r.environment import available_memory, require_memory, total_bytes
@@ -68,7 +69,7 @@ def prefill_translation(
     """Encodes sources, padded with PADDING at the end; the state has space for `start` and `length` more tokens."""
     prefixes = [[start] if isinstance(start, int) else list(start)] * len(sources)
     capacity = length + len(prefixes[0])
-    check_length(model.config, max(sources.shape[1], capacity))
+    check_length(model.config, max(int((sources != PADDING).sum(1).max()), capacity))
     check_memory(model, len(sources), capacity)
     graph, arrays = nnx.split(model)
     state = model.init_state(len(sources), capacity, _source_states(graph, arrays, np.asarray(sources, np.int32)))

@@ -16,7 +16,7 @@ from t2r.console import Progress
 from t2r.data.sources import read_text
 from t2r.data.tokenizer import decoder_start_ids
 from t2r.decode import beam as beam_search
-from t2r.decode.beam import Beam, default_limit, padded_width
+from t2r.decode.beam import Beam, default_limit, padded_width, within_positions
 from t2r.decode.generate import generate_tokens, prefill_translation
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError, check_seed
@@ -128,7 +128,7 @@ def _sample(
     never = tuple({start[0], padding} - {end, None})
     sampling = dataclasses.replace(options.sampling, never=never)
     first_sampling = dataclasses.replace(sampling, never=(*never, end))
-    rows, results = batch_rows(len(sources), options.batch), []
+    rows, limits, results = batch_rows(len(sources), options.batch), within_positions(model, limits, len(start)), []
     for done in range(0, len(sources), rows):
         some, longest = sources[done : done + rows], max(limits[done : done + rows])
         seed = options.seed + done  # different in each batch

@@ -60,10 +60,11 @@ def _search(
 
 
 def _by_rank(count: int, x: Num[Array, "b n"], indices: Int[Array, "b n"]) -> tuple[Array, Array]:
-    (x_i, index_i), (x_j, index_j) = (x[:, :, None], indices[:, :, None]), (x[:, None], indices[:, None])
+    number = jnp.where(x == x, x, _largest(x))  # NaN is largest; without a rank, its index would have no meaning
+    (x_i, index_i), (x_j, index_j) = (number[:, :, None], indices[:, :, None]), (number[:, None], indices[:, None])
     rank = ((x_j > x_i) | ((x_j == x_i) & (index_j < index_i))).sum(2, dtype=jnp.int32)
     chosen = rank[:, None] == jnp.arange(count)[:, None]
-    return jnp.where(chosen, x_j, _least(x)).max(2), jnp.where(chosen, index_j, 0).max(2)
+    return jnp.where(chosen, x[:, None], _least(x)).max(2), jnp.where(chosen, index_j, 0).max(2)
 
 
 def _by_top_k(count: int, x: Num[Array, "b n"], indices: Int[Array, "b n"]) -> tuple[Array, Array]:
@@ -82,3 +83,7 @@ def _rising(chosen: Int[Array, "b count"]) -> Int[Array, "b count"]:
 
 def _least(x: Array) -> float | int:
     return -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
+
+
+def _largest(x: Array) -> float | int:
+    return jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).max

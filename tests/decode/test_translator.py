@@ -68,6 +68,16 @@ def test_sampling_needs_no_beam(content):
     assert all(len(translations) == 1 for translations in first)
 
 
+@pytest.mark.parametrize("options", [TranslateOptions(sampling=Sampling(1.0)), TranslateOptions(beam=Beam(2))])
+def test_a_model_with_few_positions_translates_as_far_as_they_go(options):
+    """Sources are padded and default limits are long; neither needs positions."""
+    tokenizer = FairseqSubwords(["<s>", "<pad>", "</s>", "<unk>", *"abcdefgh"])
+    model = make_model(micro_mt(layers=1, vocab_size=12, positions="learned", max_positions=20))
+    content = LoadedModel(model, TokenizerPair(tokenizer, tokenizer), {"history": []})
+    (translations,) = translate_lines(content, ["a b c d " * 4], options)
+    assert all(0 < len(t.text.split()) < 20 for t in translations)
+
+
 @pytest.mark.slow
 def test_no_translation_is_empty_or_has_padding():
     """Sampled or searched; a random model would give the stop token first in every twelfth sample."""

@@ -35,6 +35,14 @@ def test_the_largest_are_those_of_a_full_search(platform, count, size):
                 assert actual.dtype == expected.dtype
 
 
+def test_numbers_that_are_none_have_indices(platform):
+    """A model that is broken must not write tokens that there are not."""
+    for size in (30, 15 * BLOCK + 7):
+        values, indices = largest(jnp.full((2, size), jnp.nan).at[:, 4].set(1.0), 3)
+        np.testing.assert_array_equal(indices, [[0, 1, 2]] * 2)
+        assert np.isnan(values).all()
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what the CPU compiler does")
 def test_the_compiler_does_not_sort_to_find_the_largest():
     """Sorting the candidates takes almost half as long as the product that they come from."""
