@@ -67,15 +67,7 @@ def _run(arguments: list[str]) -> int:
     if " ".join(arguments[:2]) in names:  # two words, such as `benchmark compile`
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
     if not arguments or arguments[0] not in names:
-        wants_help = bool(arguments) and arguments[0] in ("help", "--help", "-h")
-        if arguments and not wants_help:
-            given = " ".join(arguments[:2]) if arguments[0] == "benchmark" else arguments[0]
-            close = difflib.get_close_matches(given, names, n=1)
-            meant = f": did you mean {close[0]!r}?" if close else ""
-            print(f"error: unknown command {given!r}{meant}", file=sys.stderr)
-        lines = (f"  {name:<20} {_summary(name)}" for name in names)
-        print(USAGE + "\n".join(lines) + CACHE)
-        return 0 if wants_help else 2
+        return _list_commands(arguments, names)
     command = importlib.import_module(_module(arguments[0]))
     if {"--help", "-h", "-help"} & set(arguments):
         print(command.__doc__ + ("" if hasattr(command, "ARGUMENTS") else f"\n{_flag_help(command)}"))
@@ -102,6 +94,22 @@ def _run(arguments: list[str]) -> int:
         print(f"\ninterrupted: {after}", file=sys.stderr)
         return 128 + signal.SIGINT
     return 0
+
+
+def _list_commands(arguments: list[str], names: list[str]) -> int:
+    """Lists all commands, or after `benchmark` all benchmarks; the status is 0 if that is what was asked for."""
+    wanted = arguments
+    if arguments[:1] == ["benchmark"]:
+        wanted, names = arguments[1:], [name for name in names if name.startswith("benchmark")]
+    wants_help = bool(wanted) and wanted[0] in ("help", "--help", "-h")
+    if arguments and not wants_help:
+        given = " ".join(arguments[:2]) if wanted is not arguments else arguments[0]
+        close = difflib.get_close_matches(given, names, n=1)
+        meant = f": did you mean {close[0]!r}?" if wanted and close else ""
+        print(f"error: unknown command {given!r}{meant}", file=sys.stderr)
+    lines = (f"  {name:<20} {_summary(name)}" for name in names)
+    print(USAGE + "\n".join(lines) + CACHE)
+    return 0 if wants_help else 2
 
 
 def parse_flags(command, arguments: list[str]) -> None:

@@ -95,12 +95,21 @@ def check_models(names: list[str], transformer: str | None) -> None:
     if repeated:
         raise InputError(f"--model names {', '.join(repeated)} more than once: name each model once")
     first = names[0] if transformer is None else transformer
-    base = by_name.load_config(find_model(first))
+    configs, problems = {}, []
+    for name in dict.fromkeys([first, *names]):
+        try:
+            configs[name] = by_name.load_config(find_model(name))
+        except InputError as error:
+            problems.append(str(error))
+    if len(problems) == 1:
+        raise InputError(problems[0])
+    raise_all("models that cannot be read:", problems)
+    base = configs[first]
     if transformer is not None and _linear(base.attention + base.cross_attention):
         raise InputError(f"--transformer={transformer} has been converted: give the model that it was converted from")
     problems = []
     for name in names:
-        config = by_name.load_config(find_model(name))
+        config = configs[name]
         problems += [
             f"{name} has {field}={getattr(config, field)!r}, {first} has {getattr(base, field)!r}"
             for field in ("layers", "heads", "encoder_layers", "vocab_size", "max_positions")

@@ -7,7 +7,8 @@ from typing import Any
 
 from t2r.analysis.figures import WORDS, draw_all
 from t2r.console import finite
-from t2r.files import make_folder, write_json
+from t2r.errors import InputError
+from t2r.files import make_folder, read_json, write_json
 from t2r.page import describe, figure_svg, table, write_page
 from t2r.plots import save
 
@@ -37,6 +38,18 @@ COLUMNS = {
     "no_weight": "no weight",
 }
 SHARES = ("dead", "clamped", "no_weight")
+
+
+def check_output(folder: Path) -> None:
+    """Refuses a folder with files of other commands, which would be replaced."""
+    page, numbers = folder / "report.html", folder / "analysis.json"
+    try:
+        is_ours = not numbers.exists() or "models" in read_json(numbers, "choose another output")
+    except InputError:
+        is_ours = False
+    if not is_ours or (page.exists() and not numbers.exists()):
+        found = page if is_ours else numbers
+        raise InputError(f"{found} was not written by t2r analyze, and would be replaced: choose another output")
 
 
 def write(folder: Path, analysis: dict[str, Any], command: str = "") -> list[str]:

@@ -25,7 +25,7 @@ from t2r.benchmark.plots import Curve, length_plot
 from t2r.benchmark.shared import MIB, DoesNotFit, Output, Results, by_model, describe_device, finish, open_results
 from t2r.benchmark.steps import Decoder, DecodeSpeed, abstract_generation, attention_bytes
 from t2r.console import say, table
-from t2r.errors import raise_all
+from t2r.errors import InputError, raise_all
 from t2r.layout import AXES
 from t2r.model.state_size import state_bytes
 from t2r.model.transformer import LanguageModel
@@ -67,6 +67,8 @@ def benchmark_decode(
     """
     peers.check_names(peer_names)
     check_beam(request, options.beam, topology)
+    if options.prompt and any(config.encoder_layers for config in request.models.values()):
+        raise InputError(f"--prompt={options.prompt} is for language models: a translation begins with its source")
     topology, axes = topology and topology_of(topology), dict.fromkeys(AXES, 1) | (mesh or {})
     devices = math.prod(axes.values())
     results = open_results("decode", output, describe_topology(topology) if topology else None)

@@ -223,7 +223,7 @@ def make_request(
             chosen |= {name + endings[kind]: converted(config, name, **sizes) for kind in weights or [dtype]}
         except InputError as error:
             problems.append(str(error))
-    raise_all("--rows:", problems)
+    raise_all("rows:", problems)
     digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
     identity = {"architecture": preset or model, "fields": list(fields), **sizes, "digest": digest}
     return Request(chosen, lengths, batch, dtype, identity)
@@ -232,7 +232,8 @@ def make_request(
 def architecture(preset_name: str | None, model: str | None, fields: Sequence[str]) -> ModelConfig:
     """The model config of a preset or a model directory, with some fields changed."""
     if (preset_name is None) == (model is None):
-        raise InputError("name one architecture: --preset=paper_lm, --preset=paper_mt, or --model=DIRECTORY")
+        given = "" if model is None else f", not both --preset={preset_name} and --model={model}"
+        raise InputError(f"name one architecture: --preset=paper_lm, --preset=paper_mt, or --model=DIRECTORY{given}")
     changed = parse_fields(fields)
     if preset_name is not None:
         return preset(preset_name, **changed)

@@ -16,7 +16,7 @@ from t2r import environment
 from t2r.console import say
 from t2r.environment import available_memory
 from t2r.errors import InputError
-from t2r.files import make_folder, read_file, write_json, writing
+from t2r.files import make_folder, output_folder, read_file, write_json, writing
 
 
 class Timing(NamedTuple):
@@ -121,7 +121,7 @@ class Results:
         self.left_out: list[dict[str, Any]] = []  # keys of measurements that the time budget did not allow
         self.notes: list[str] = []
         if self.output:
-            make_folder(self.output)
+            make_folder(output_folder(str(self.output)))
         self._earlier = [] if again or not output else _read_lines(self._path("jsonl"))
         self._deadline = time.monotonic() + budget_seconds if budget_seconds else None
 

@@ -17,9 +17,9 @@ from t2r.console import say, table
 from t2r.decode import beam as beam_search
 from t2r.decode.beam import Beam
 from t2r.decode.translator import TranslateOptions, pad, read_lines, special_tokens, translate_lines
-from t2r.errors import InputError
+from t2r.errors import InputError, raise_all
 from t2r.evaluation.bleu import check_tokenizer, score_translations
-from t2r.files import make_folder, write_json
+from t2r.files import make_folder, output_folder, write_json
 from t2r.importers import by_name
 from t2r.model.rows import WEIGHTS, for_decoding
 from t2r.store import model_dir
@@ -67,12 +67,19 @@ def benchmark_translate(
     `references` adds BLEU. Prints a table, writes translate.json into the folder `output`, and returns its content.
     """
     unknown = [name for name in weights if name not in WEIGHTS]
-    if unknown:
-        raise InputError(f"weights={','.join(unknown)}: choose from {', '.join(WEIGHTS)}")
+    problems = [f"weights={','.join(unknown)}: choose from {', '.join(WEIGHTS)}"] if unknown else []
+    files = {"input": source, "references": references}
+    problems += [
+        f"{name}={path} does not exist: give a text file"
+        for name, path in files.items()
+        if path and not Path(path).exists()
+    ]
+    problems += [f"beam {beam} must be at least 1" for beam in beams if beam < 1]
+    raise_all("benchmark translate:", problems)
     if references:
         check_tokenizer("13a")
     if output:
-        make_folder(Path(output))
+        make_folder(output_folder(output))
     lines = read_lines(source)[:first]
     expected = read_lines(references)[: len(lines)] if references else None
     rows = [row for model in models for row in _rows(model, weights, beams, batch)]

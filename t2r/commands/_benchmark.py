@@ -65,7 +65,9 @@ def define_output() -> SimpleNamespace:
             "output", None, "Directory for results and plots; measurements that it has already are reused."
         ),
         again=flags.DEFINE_bool("again", False, "Do not reuse measurements in the directory."),
-        budget_seconds=flags.DEFINE_float("budget_seconds", 0, "Start no measurement after this time; 0: no limit."),
+        budget_seconds=flags.DEFINE_float(
+            "budget_seconds", 0, "Start no measurement after this time; 0: no limit.", lower_bound=0
+        ),
         device_report=flags.DEFINE_bool(
             "device_report", False, "Print which figures are measured, estimated or computed."
         ),

@@ -35,7 +35,7 @@ def main() -> dict[str, Any]:
     import sys
 
     from t2r.analysis.analyze import analyze
-    from t2r.analysis.page import headers, rows, summary, write
+    from t2r.analysis.page import check_output, headers, rows, summary, write
     from t2r.console import table
     from t2r.errors import InputError
     from t2r.files import output_folder
@@ -43,6 +43,7 @@ def main() -> dict[str, Any]:
     if _TRANSFORMER.value == "":
         raise InputError("--transformer is empty: name the model that was converted, or leave it out")
     output = output_folder(_OUTPUT.value)
+    check_output(output)
     analysis = analyze(
         [name.strip() for name in _MODEL.value if name.strip()],
         _DATA.value,

@@ -35,9 +35,11 @@ _MODELS, _TOPOLOGY, _OUTPUT = shared.define_models(), shared.define_topology(), 
 _WEIGHTS = flags.DEFINE_list("weights", None, "Types of the matrices: that of --dtype, which is the default, and int8.")
 _STEPS = flags.DEFINE_integer("steps", 256, "Timed steps in each repetition.", lower_bound=1)
 _WHOLE = flags.DEFINE_bool("whole", False, "Time all steps of a generation.")
-_PROMPT = flags.DEFINE_integer("prompt", 0, "Language models: also time the prefill of N tokens.")
+_PROMPT = flags.DEFINE_integer("prompt", 0, "Language models: also time the prefill of N tokens.", lower_bound=0)
 _BEAM = flags.DEFINE_integer("beam", 0, "Translation: also time steps of beam search, N beams a source.", lower_bound=0)
-_SECONDS = flags.DEFINE_float("seconds", 2.0, "Repeat each measurement for this time, and at least five times.")
+_SECONDS = flags.DEFINE_float(
+    "seconds", 2.0, "Repeat each measurement for this time, and at least five times.", lower_bound=0
+)
 _LARGEST = flags.DEFINE_bool("largest_batch", False, "Also measure the largest batch that fits in memory.")
 _LARGEST_AT = flags.DEFINE_list(
     "largest_batch_lengths", None, "Lengths for --largest_batch; default: 4096, or the longest."
@@ -54,6 +56,14 @@ def main() -> dict[str, Any]:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
     from t2r.benchmark.decode import DecodeOptions, benchmark_decode
+    from t2r.errors import raise_all
+
+    alone = {"peer_lengths": (_PEER_LENGTHS, _PEERS), "largest_batch_lengths": (_LARGEST_AT, _LARGEST)}
+    alone["mesh"] = (_TOPOLOGY.mesh, _TOPOLOGY.topology)
+    useless = [
+        f"--{name} needs --{other.name}" for name, (flag, other) in alone.items() if flag.value and not other.value
+    ]
+    raise_all("flags that do nothing alone:", useless)
 
     request = shared.request(_MODELS, weights=_WEIGHTS.value)
     peers = shared.parse_lengths(_PEER_LENGTHS.value or [str(request.lengths[0])]) if _PEERS.value else ()

@@ -21,8 +21,8 @@ _MODEL, _OUTPUT = shared.define_architecture(batch=1), shared.define_output()
 _ROW = flags.DEFINE_string("row", None, "How the architecture is converted; default: t2r; with --model, not at all.")
 _TOKENS = flags.DEFINE_integer("tokens", 1_000_000, "Tokens to generate.", lower_bound=1, upper_bound=2**31 - 2**7)
 _WEIGHTS = flags.DEFINE_string("weights", None, "Type of the matrices: that of --dtype, or int8.")
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0: greedy.")
-_TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0: greedy.", lower_bound=0)
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.", lower_bound=0)
 _SEED = flags.DEFINE_integer("seed", 0, "Random seed for sampling.", lower_bound=0, upper_bound=2**32 - 1)
 
 
@@ -30,7 +30,10 @@ def main() -> dict[str, Any]:
     from t2r.benchmark.long import LongOptions, benchmark_long
     from t2r.benchmark.models import UNCHANGED, make_request
     from t2r.decode.sampling import Sampling
+    from t2r.errors import InputError
 
+    if "," in (_WEIGHTS.value or ""):
+        raise InputError(f"--weights={_WEIGHTS.value}: choose one type, that of --dtype or int8")
     row = _ROW.value or (UNCHANGED if _MODEL.model.value else "t2r")
     directory = _MODEL.model.value if row == UNCHANGED else None
     options = LongOptions(directory, Sampling(_TEMPERATURE.value, _TOP_K.value), _SEED.value)

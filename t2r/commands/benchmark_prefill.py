@@ -30,7 +30,7 @@ _CHUNK = flags.DEFINE_integer(
     "Tokens that are read at once. Default: as `t2r generate`, 256 on CPUs and up to 1,024 elsewhere.",
     lower_bound=1,
 )
-_SECONDS = flags.DEFINE_float("seconds", 2.0, "Repeat each measurement for this time.")
+_SECONDS = flags.DEFINE_float("seconds", 2.0, "Repeat each measurement for this time.", lower_bound=0)
 _MOST_SECONDS = flags.DEFINE_float("most_seconds", 120, "Give up a prompt that takes longer.", lower_bound=0)
 
 

@@ -31,7 +31,7 @@ def main() -> dict[str, Any]:
     from t2r.benchmark.translation import benchmark_translate
     from t2r.errors import InputError
 
-    if not all(beam.isdecimal() and int(beam) for beam in _BEAMS.value):
+    if not all(beam.isdecimal() for beam in _BEAMS.value):
         raise InputError(f"--beams={','.join(_BEAMS.value)}: give whole numbers above 0, such as 1,5")
     return benchmark_translate(
         _MODEL.value,

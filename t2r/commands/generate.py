@@ -22,9 +22,15 @@ _MODEL = flags.DEFINE_string(
 )
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "Prompt; repeat the flag for a batch.")
 _LENGTH = flags.DEFINE_integer("length", 100, "Maximum number of tokens to generate.", lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0: greedy.")
-_TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.")
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the most likely tokens whose total probability reaches this.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0: greedy.", lower_bound=0)
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.", lower_bound=0)
+_TOP_P = flags.DEFINE_float(
+    "top_p",
+    1.0,
+    "Sample from the most likely tokens whose total probability reaches this.",
+    lower_bound=0,
+    upper_bound=1,
+)
 _SEED = flags.DEFINE_integer(
     "seed", 0, "Random seed for sampling; a loaded state has its own.", lower_bound=0, upper_bound=2**32 - 1
 )
@@ -47,15 +53,14 @@ _KERNELS = flags.DEFINE_enum(
 def main() -> dict[str, Any]:
     from t2r.console import say
     from t2r.decode.sampling import Sampling
-    from t2r.decode.state_file import save_generation
+    from t2r.decode.state_file import check_state_file, save_generation
     from t2r.decode.text import check_language_model, generate_text, write_texts
-    from t2r.files import check_output_file
     from t2r.importers import by_name
     from t2r.model.rows import for_decoding
 
     _check_texts()
     if _SAVE.value:
-        check_output_file(Path(_SAVE.value))
+        check_state_file(Path(_SAVE.value))
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     loaded = by_name.load(_MODEL.value, dtype=_DTYPE.value, kernels=_KERNELS.value)
     check_language_model(loaded)

@@ -33,26 +33,25 @@ _SET = flags.DEFINE_multi_string("set", [], "FIELD=VALUE: change a field of all 
 
 
 def main() -> dict[str, Any]:
-    from t2r.errors import InputError, check_seed
+    from t2r.errors import UINT32_MAX, InputError, raise_all
     from t2r.files import output_folder
     from t2r.workflow.study import Study, as_table, columns, rows_of
 
-    bad = [seed for seed in _SEEDS.value if not seed.isdecimal()]
-    if bad or not _SEEDS.value:
-        raise InputError(f"--seeds={','.join(_SEEDS.value)}: give whole numbers, such as 0,1,2")
-    for field in _SET.value:
-        if not all(field.partition("=")) or field.startswith(("seed=", "init_from=", "data.source=")):
-            raise InputError(f"--set={field}: give FIELD=VALUE, such as steps=100; seeds and data have their own flags")
-    seeds = [int(seed) for seed in _SEEDS.value]
-    for seed in seeds:
-        check_seed(seed)
+    config, problems = _CONFIG.value, []
+    if not _SEEDS.value or not all(seed.isdecimal() and int(seed) <= UINT32_MAX for seed in _SEEDS.value):
+        problems.append(f"--seeds={','.join(_SEEDS.value)}: give whole numbers up to {UINT32_MAX}, such as 0,1,2")
+    problems += [
+        f"--set={field}: give FIELD=VALUE, such as steps=100; seeds and data have their own flags"
+        for field in _SET.value
+        if not all(field.partition("=")) or field.startswith(("seed=", "init_from=", "data.source="))
+    ]
     rows = [row.strip() for row in _ROWS.value if row.strip()]
     if _ROWS.present and not rows:
-        raise InputError("--rows names no row: name some, such as transformer,t2r, or leave it out for all")
-    output = output_folder(_OUTPUT.value)
-    config = _CONFIG.value
+        problems.append("--rows names no row: name some, such as transformer,t2r, or leave it out for all")
     if ":" in config:
-        raise InputError(f"--config={config}: leave out the variant; --rows chooses variants")
+        problems.append(f"--config={config}: leave out the variant; --rows chooses variants")
+    raise_all("flags:", problems)
+    output, seeds = output_folder(_OUTPUT.value), [int(seed) for seed in _SEEDS.value]
     study = Study(config, _DATA.value, output, _SET.value, split=_SPLIT.value, scale=_SCALE.value)
     result = study.run(rows or rows_of(config), seeds, _JOBS.value)
     names = columns(_DATA.value)

@@ -3,7 +3,7 @@
 t2r train --config=NAME[:VARIANT] --workdir=DIR [--config.FIELD=VALUE ...]
 t2r train --config=convert:data_free --config.init_from=MODEL --workdir=DIR     (convert an imported model)
 
-NAME is stories, tiny_lm, numbers, enwik8, tatoeba, wikitext103, wmt or convert (their files, in configs/, document
+NAME is stories, tiny_lm, number_words, enwik8, tatoeba, wikitext103, wmt or convert (their files, in configs/, document
 the variants), or the path of a config of your own, PATH.py. --config.FIELD=VALUE overrides a field;
 t2r/training/config.py explains all.
 

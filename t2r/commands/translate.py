@@ -19,14 +19,20 @@ _MODEL = flags.DEFINE_string(
 )
 _INPUT = flags.DEFINE_string("input", None, "Text file (also .gz), one sentence per line; default: standard input.")
 _OUTPUT = flags.DEFINE_string("output", None, "File to write; default: standard output.")
-_BEAM = flags.DEFINE_integer("beam", 5, "Beam size; 1: greedy.")
-_PENALTY = flags.DEFINE_float("length_penalty", 0.6, "Scores are divided by length^penalty.")
+_BEAM = flags.DEFINE_integer("beam", 5, "Beam size; 1: greedy.", lower_bound=1)
+_PENALTY = flags.DEFINE_float("length_penalty", 0.6, "Scores are divided by length^penalty.", lower_bound=0)
 _EARLY = flags.DEFINE_bool("early_stopping", False, "Stop when --beam hypotheses have ended, as fairseq does.")
 _N_BEST = flags.DEFINE_integer("n_best", 1, "Translations per line; at most --beam.", lower_bound=1)
 _SCORES = flags.DEFINE_bool("scores", False, "Also write line numbers and scores.")
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Above 0: sample instead of beam search.")
-_TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.")
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the most likely tokens whose total probability reaches this.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Above 0: sample instead of beam search.", lower_bound=0)
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.", lower_bound=0)
+_TOP_P = flags.DEFINE_float(
+    "top_p",
+    1.0,
+    "Sample from the most likely tokens whose total probability reaches this.",
+    lower_bound=0,
+    upper_bound=1,
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Random seed for sampling.", lower_bound=0, upper_bound=2**32 - 1)
 _BATCH = flags.DEFINE_integer("batch", 32, "Sentences translated at a time.", lower_bound=1)
 _MAX_SOURCE = flags.DEFINE_integer("max_source", 1024, "Maximum tokens per line.", lower_bound=2)

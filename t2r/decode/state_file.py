@@ -13,10 +13,24 @@ from safetensors.flax import load_file, save
 
 from t2r.decode.generate import Generation
 from t2r.errors import InputError, raise_all
-from t2r.files import atomic_file
+from t2r.files import atomic_file, check_output_file
 from t2r.model.config import RUNTIME_FIELDS
 from t2r.model.parameters import arrays_of
 from t2r.model.transformer import LanguageModel
+
+
+def check_state_file(path: Path) -> None:
+    """Refuses a path for a state that cannot be written, or where there is a file that is no state."""
+    check_output_file(path)
+    if not path.is_file() or not path.stat().st_size:
+        return  # nothing, or a device
+    try:
+        with safe_open(path, "numpy") as file:
+            is_state = "last" in set(file.keys())
+    except (SafetensorError, OSError):
+        is_state = False
+    if not is_state:
+        raise InputError(f"{path} exists and is not a saved state: choose another file")
 
 
 def save_generation(path: Path, generation: Generation, model: LanguageModel) -> None:

@@ -68,7 +68,7 @@ def translate_lines(
     """
     model, tokenizer, _ = content
     if not model.config.encoder_layers:
-        raise InputError("this model is a language model: give a translation model")
+        raise InputError("this model is a language model: give a translation model, or use `t2r generate`")
     model = for_decoding(model)
     check_seed(options.seed)
     encoded = [tokenizer.encode_source(line) if line.strip() else [] for line in lines]

@@ -102,6 +102,8 @@ def _check_format(path: Path, stored: Any) -> None:
         return
     if str(stored).startswith("t2r/"):
         raise InputError(f"{path} has format {stored!r}, this version of t2r reads {FORMAT!r}: install a newer t2r")
+    if (path.parent / "model" / "config.json").exists():  # the work directory of `t2r train`
+        raise InputError(f"{path.parent} is a run, not a model: give its model, {path.parent / 'model'}")
     raise InputError(
         f"{path.parent} is not a t2r model directory: its config.json has no format {FORMAT!r}; other models are "
         "imported first, with `t2r import`"

@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -132,7 +133,10 @@ class Study:
 
     def _with_bases(self, names: Sequence[str]) -> list[str]:
         """The rows in the order in which they are begun: the transformer first, if another row needs it."""
-        wanted = list(dict.fromkeys(names))
+        wanted, known = list(dict.fromkeys(names)), rows_of(self._config)
+        unknown = [name for name in wanted if name.removesuffix(SWAPPED) not in known]
+        if unknown:
+            raise InputError(f"{self._config} has no row {', '.join(unknown)}: choose from {', '.join(known)}")
         variants = {name: self._load(Row(name, 0)) for name in wanted}
         if any(config.init_from for config in variants.values()) and BASE not in wanted:
             wanted.insert(0, BASE)
@@ -143,9 +147,8 @@ class Study:
         config = load_config(f"{self._config}:{row.variant}")
         names = [field.partition("=")[0] for field in self._fields]
         check_overrides(config, names)
-        for field in self._fields:
-            name, _, value = field.partition("=")
-            _set(config, name, value)
+        problems = [problem for field in self._fields if (problem := _set(config, *field.split("=", 1)))]
+        raise_all("fields:", problems)
         for name in SCALED:
             value = _get(config, name)
             _set(config, name, str(max(1, round(self._scale * value)) if value else 0))
@@ -264,7 +267,7 @@ class Study:
             self._raise_if_stopping()
             lines = self._path(row, ".log").read_text("utf-8", "replace").strip().splitlines() or ["no message"]
             errors = [line for line in lines if line.startswith("error: ")]
-            reason = (errors or lines)[-1].removeprefix("error: ")
+            reason = (errors or lines)[-1].removeprefix("error: ").replace("--config.", "--set=")  # as fields are here
             raise InputError(f"{reason} (all of it: {self._path(row, '.log')})")
         return json.loads(output.splitlines()[-1])
 
@@ -304,9 +307,10 @@ class Study:
 
     def _results(self) -> list[dict[str, Any]]:
         """What the rows' files hold, also those of earlier commands for other rows or seeds, in the config's order."""
-        paths = [path for path in self._output.glob("*.json") if path.name not in ("request.json", "study.json")]
-        found = [read_json(path, "remove it: the row is then done again") for path in paths]
         order = list(_module(self._config).ROWS)
+        names = [*order, *(name + SWAPPED for name in order)]
+        paths = [path for path in self._output.glob("*.json") if re.sub(r"\.seed\d+$", "", path.stem) in names]
+        found = [read_json(path, "remove it: the row is then done again") for path in paths]
 
         def place(result: dict[str, Any]) -> tuple[bool, int, int]:
             row = Row(result["row"], result["seed"])
@@ -365,15 +369,16 @@ def _get(config: ConfigDict, name: str) -> Any:
     return config
 
 
-def _set(config: ConfigDict, name: str, value: str) -> None:
-    """Sets a field, such as data.batch, from text, as the type that the field has."""
+def _set(config: ConfigDict, name: str, value: str) -> str:
+    """Sets a field, such as data.batch, from text, as the type that the field has; what is wrong, if anything is."""
     parents, _, last = name.rpartition(".")
     config = _get(config, parents) if parents else config
     kind = type(config[last])
     try:
         config[last] = value.lower() in ("true", "1") if kind is bool else kind(value)
     except (TypeError, ValueError):
-        raise InputError(f"--set={name}={value}: it must be of the kind of {config[last]!r}") from None
+        return f"--set={name}={value}: it must be of the kind of {config[last]!r}"
+    return ""
 
 
 def _conversion_flags(config: ConfigDict) -> list[str]:

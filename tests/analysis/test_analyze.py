@@ -126,6 +126,7 @@ def test_translation_models_have_figures_of_both_kinds(saved_translator, tmp_pat
         (["--model={b}", "--data=text:{text}.none"], "no text file"),
         (["--model={b}", "--data=text:{text}", "--split=dev"], "unknown split 'dev'"),
         (["--model={folder}/none", "--data=text:{text}"], "none"),
+        (["--model={folder}/none,{b},{folder}/nothing", "--data=text:{text}"], "nothing"),
         (["--model={folder}", "--data=text:{text}"], "config.json does not exist"),
         (["--model={b}", "--data=text:{text}", "--queries=0"], "--queries=0"),
         (["--model={b}", "--data=text:{text}", "--batch=x"], "--batch=x"),
@@ -139,6 +140,14 @@ def test_bad_input_gets_one_clear_error(imported, text_file, tmp_path, call, fla
     status, printed = call("analyze", f"--output={tmp_path / 'out'}", *(flag.format(**names) for flag in flags))
     assert status == 2 and printed.startswith("error: ") and message in printed, printed
     assert "Traceback" not in printed and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["report.html", "analysis.json"])
+def test_files_of_others_are_not_replaced(imported, text_file, tmp_path, call, name):
+    (tmp_path / name).write_text("mine")
+    status, printed = call("analyze", f"--model={imported[1]}", f"--data=text:{text_file}", f"--output={tmp_path}")
+    assert status == 2 and f"{name} was not written by t2r analyze" in printed
+    assert (tmp_path / name).read_text() == "mine"
 
 
 def test_an_output_that_is_a_file_is_refused(imported, text_file, call):

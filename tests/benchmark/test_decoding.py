@@ -250,6 +250,9 @@ def test_attention_is_measured_forward_and_backward(call, tmp_path):
         (["--preset=micro_lm", "--topology=v1:2x2"], "known TPUs: v2"),
         (["--preset=micro_lm", "--beam=40", "--topology=v2:2x2"], "not estimated.*\n.*language model.*\n.*--batch=40"),
         (["--preset=micro_mt", "--beam=-1"], "beam"),
+        (["--preset=micro_mt", "--prompt=5"], "--prompt=5 is for language models"),
+        (["--preset=micro_lm", "--peer_lengths=8", "--mesh=data=2"], "--peer_lengths needs --peers(.|\n)*--topology"),
+        (["--preset=micro_lm", "--model=builtin:stories"], "not both --preset=micro_lm and --model=builtin:stories"),
     ],
 )
 def test_bad_flags_get_a_clear_error(call, flags, message):

@@ -75,7 +75,7 @@ def test_nothing_is_left_on_a_full_disk(saved_lm, saved_translator, inputs, call
 
 def test_devices_stay_devices_and_links_stay_links(saved_lm, inputs, call, tmp_path):
     """A pipe stands for a device such as /dev/stdout."""
-    (tmp_path / "target").write_text("old")
+    (tmp_path / "target").touch()
     (tmp_path / "link").symlink_to("target")
     assert call(*writers(saved_lm, "", inputs, tmp_path / "link")["generate"])[0] == 0
     assert (tmp_path / "link").is_symlink() and (tmp_path / "target").stat().st_size > 100
@@ -100,8 +100,8 @@ def test_devices_stay_devices_and_links_stay_links(saved_lm, inputs, call, tmp_p
             ["generate", "--model=x", "--length=abc", "--temprature", "0.5"],
             ["--length=abc", "temprature", "temperature"],
         ),
-        (["translate", "--beam=0"], ["beam=0 must be at least 1"]),
-        (["translate", "--beam=0", "--n_best=2"], ["beam=0 must be at least 1"]),
+        (["translate", "--beam=0", "--top_k=-1"], ["--beam=0", "--top_k=-1"]),
+        (["translate", "--beam=0", "--n_best=2"], ["--beam=0"]),
         (["translate", "--input={inputs}/lines.txt", "--output={inputs}/lines.txt"], ["is the input"]),
         (["translate", "--input={inputs}/lines.txt", "--output={inputs}/../inputs/lines.txt"], ["is the input"]),
         (["translate", "--input={inputs}/loop"], ["loop", "symbolic links"]),
@@ -170,6 +170,11 @@ def test_a_result_that_cannot_be_printed(saved_lm, shell):
 def test_bytes_that_are_not_text_in_a_real_process(saved_lm):
     run = t2r("generate", f"--model={saved_lm}", b"--prompt=\xff\xfe".decode("utf-8", "surrogateescape"))
     assert run.returncode == 2 and "is not UTF-8 text" in run.stderr and "Traceback" not in run.stderr
+
+
+def test_a_state_replaces_no_other_file(saved_lm, text_file, call):
+    status, printed = call("generate", f"--model={saved_lm}", "--length=1", f"--save_state={text_file}")
+    assert status == 2 and f"{text_file} exists and is not a saved state" in printed
 
 
 @pytest.mark.slow

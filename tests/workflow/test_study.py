@@ -119,6 +119,8 @@ def test_all_rows_of_a_folder_are_written_whichever_command_finished_them(config
     for name, seed in rows:
         result = dict.fromkeys(study.COLUMNS, 1) | {"row": name, "seed": seed}
         (tmp_path / f"{Row(name, seed).key}.json").write_text(json.dumps(result))
+    for name in ("analysis", "notes"):
+        (tmp_path / f"{name}.json").write_text('{"of": "others"')  # is not read
     content = Study(config, "text:x", tmp_path)._write()
     assert [(row["row"], row["seed"]) for row in content["rows"]] == sorted(rows, key=lambda r: (r[0][0] != "t", r[1]))
 
@@ -160,7 +162,8 @@ def test_a_table_has_a_line_for_each_row():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--rows=t3r"], "t3r"),
+        (["--rows=t3r,elu_scratch,elv"], "has no row t3r, elv: choose from transformer"),
+        (["--set=steps=many", "--set=log_every=x"], "log_every=x"),
         (["--rows=elu_scratch_swapped"], "is not converted from the transformer"),
         (["--set=data.bach=3"], "did you mean 'data.batch'?"),
         (["--set=steps=many"], "--set=steps=many: it must be of the kind of 4"),
