@@ -14,6 +14,8 @@ from typing import Any
 
 from absl import flags
 
+from t2r.commands import _decoding as decoding
+
 _MODEL = flags.DEFINE_list("model", None, "Models or finished runs to analyse, joined by commas.", required=True)
 _DATA = flags.DEFINE_string("data", None, "Text, or sentence pairs for translation models.", required=True)
 _OUTPUT = flags.DEFINE_string("output", None, "Directory for figures, report.html and analysis.json.", required=True)
@@ -27,7 +29,7 @@ _QUERIES = flags.DEFINE_integer(
 )
 _SEQUENCES = flags.DEFINE_integer("sequences", 256, "Windows or pairs to read, at most.", lower_bound=1)
 _BATCH = flags.DEFINE_integer("batch", 4, "Sequences at a time.", lower_bound=1)
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
+_DTYPE = decoding.define_dtype()
 
 
 def main() -> dict[str, Any]:

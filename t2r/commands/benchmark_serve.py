@@ -11,6 +11,8 @@ from typing import Any
 
 from absl import flags
 
+from t2r.commands import _decoding as decoding
+
 _MODEL = flags.DEFINE_string(
     "model", None, "Model to start a server with: a directory, builtin:NAME, or ORG/NAME of the Hugging Face hub."
 )
@@ -23,16 +25,7 @@ _RAMP_UP = flags.DEFINE_float("ramp_up", 0, "Seconds over which the streams begi
 _WORDS = flags.DEFINE_integer("words", 8, "Words of each prompt.", lower_bound=1)
 _SLOTS = flags.DEFINE_integer("slots", 0, "Slots of the server; 0: as many as streams.", lower_bound=0)
 _CHECK = flags.DEFINE_bool("check", True, "Ask each prompt alone, too, and compare.")
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
-_WEIGHTS = flags.DEFINE_enum(
-    "weights", "float32", ["float32", "int8"], "Matrices: as --dtype says (float32), or in 8 bits, fastest on CPUs."
-)
-_KERNELS = flags.DEFINE_enum(
-    "kernels",
-    "auto",
-    ["auto", "on", "off"],
-    "GPU kernels for decoding; auto: where they are faster; on: wherever one exists; off: never.",
-)
+_DTYPE, _WEIGHTS, _KERNELS = decoding.define_dtype(), decoding.define_weights(), decoding.define_kernels()
 _CAPACITY = flags.DEFINE_integer(
     "capacity", 0, "Most tokens of a prompt and its answer; 0: as `t2r serve`.", lower_bound=0, upper_bound=2**30
 )

@@ -12,20 +12,17 @@ from typing import Any
 
 from absl import flags
 
+from t2r.commands import _decoding as decoding
+
 _MODEL = flags.DEFINE_string(
     "model", None, "Model directory, builtin:NAME, or ORG/NAME of the Hugging Face hub.", required=True
 )
 _SYSTEM = flags.DEFINE_string("system", None, "Message that begins every conversation.")
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.7, "Sampling temperature; 0: greedy.")
-_TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.")
-_TOP_P = flags.DEFINE_float("top_p", 0.95, "Sample from the most likely tokens whose total probability reaches this.")
+_TEMPERATURE, _TOP_K, _TOP_P = decoding.define_sampling(temperature=0.7, top_p=0.95)
 _LENGTH = flags.DEFINE_integer("length", 512, "Most tokens of an answer.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", None, "Random seed; default: another one each time.", lower_bound=0)
 _TEMPLATE = flags.DEFINE_string("chat_template", None, "File with a chat template, for a model that has none.")
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
-_WEIGHTS = flags.DEFINE_enum(
-    "weights", "float32", ["float32", "int8"], "Matrices: as --dtype says (float32), or in 8 bits, fastest on CPUs."
-)
+_DTYPE, _WEIGHTS = decoding.define_dtype(), decoding.define_weights()
 
 
 def main() -> dict[str, Any]:

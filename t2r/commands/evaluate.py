@@ -30,6 +30,8 @@ from typing import Any
 
 from absl import flags
 
+from t2r.commands import _decoding as decoding
+
 _MODEL = flags.DEFINE_string(
     "model", None, "Model directory, builtin:NAME, or ORG/NAME of the Hugging Face hub.", required=True
 )
@@ -54,10 +56,7 @@ _SAMPLE_LENGTH = flags.DEFINE_integer("sample_length", 256, "With --samples: tok
 _SAMPLE_PROMPT = flags.DEFINE_integer(
     "sample_prompt", 32, "With --samples: tokens of --data that each continues; 0: none.", lower_bound=0
 )
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
-_WEIGHTS = flags.DEFINE_enum(
-    "weights", "float32", ["float32", "int8"], "Matrices: as --dtype says (float32), or in 8 bits, fastest on CPUs."
-)
+_DTYPE, _WEIGHTS = decoding.define_dtype(), decoding.define_weights()
 _BEAM = flags.DEFINE_integer("beam", 5, "Translation: beam size; 1: greedy.")
 _PENALTY = flags.DEFINE_float("length_penalty", 0.6, "Translation: scores are divided by length^penalty.")
 _EARLY = flags.DEFINE_bool("early_stopping", False, "Translation: stop when --beam hypotheses have ended.")

@@ -15,6 +15,7 @@ from typing import Any
 
 from absl import flags
 
+from t2r.commands import _decoding as decoding
 from t2r.errors import InputError
 
 _MODEL = flags.DEFINE_string(
@@ -22,15 +23,7 @@ _MODEL = flags.DEFINE_string(
 )
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "Prompt; repeat the flag for a batch.")
 _LENGTH = flags.DEFINE_integer("length", 100, "Maximum number of tokens to generate.", lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0: greedy.", lower_bound=0)
-_TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.", lower_bound=0)
-_TOP_P = flags.DEFINE_float(
-    "top_p",
-    1.0,
-    "Sample from the most likely tokens whose total probability reaches this.",
-    lower_bound=0,
-    upper_bound=1,
-)
+_TEMPERATURE, _TOP_K, _TOP_P = decoding.define_sampling()
 _SEED = flags.DEFINE_integer(
     "seed", 0, "Random seed for sampling; a loaded state has its own.", lower_bound=0, upper_bound=2**32 - 1
 )
@@ -38,16 +31,7 @@ _SAVE = flags.DEFINE_string("save_state", None, "File to save the decoding state
 _LOAD = flags.DEFINE_string("load_state", None, "File with a state to continue from; --prompt, if given, is appended.")
 _TEXTS = flags.DEFINE_integer("texts", None, "Texts to write to --output, each of which ends.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string("output", None, "File for --texts, divided by lines <|endoftext|>; .gz: compressed.")
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
-_WEIGHTS = flags.DEFINE_enum(
-    "weights", "float32", ["float32", "int8"], "Matrices: as --dtype says (float32), or in 8 bits, fastest on CPUs."
-)
-_KERNELS = flags.DEFINE_enum(
-    "kernels",
-    "auto",
-    ["auto", "on", "off"],
-    "GPU kernels for decoding; auto: where they are faster; on: wherever one exists; off: never.",
-)
+_DTYPE, _WEIGHTS, _KERNELS = decoding.define_dtype(), decoding.define_weights(), decoding.define_kernels()
 
 
 def main() -> dict[str, Any]:

@@ -11,6 +11,8 @@ from typing import Any
 
 from absl import flags
 
+from t2r.commands import _decoding as decoding
+
 _MODEL = flags.DEFINE_string(
     "model", None, "Model directory, builtin:NAME, or ORG/NAME of the Hugging Face hub.", required=True
 )
@@ -39,16 +41,7 @@ _TEMPLATE = flags.DEFINE_string("chat_template", None, "File with a chat templat
 _WARM_UP = flags.DEFINE_bool(
     "warm_up", False, "Compile for all numbers of answers and lengths before the first request, not when needed."
 )
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
-_WEIGHTS = flags.DEFINE_enum(
-    "weights", "float32", ["float32", "int8"], "Matrices: as --dtype says (float32), or in 8 bits, fastest on CPUs."
-)
-_KERNELS = flags.DEFINE_enum(
-    "kernels",
-    "auto",
-    ["auto", "on", "off"],
-    "GPU kernels for decoding; auto: where they are faster; on: wherever one exists; off: never.",
-)
+_DTYPE, _WEIGHTS, _KERNELS = decoding.define_dtype(), decoding.define_weights(), decoding.define_kernels()
 
 
 def main() -> dict[str, Any]:

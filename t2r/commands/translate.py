@@ -14,6 +14,8 @@ from typing import Any
 
 from absl import flags
 
+from t2r.commands import _decoding as decoding
+
 _MODEL = flags.DEFINE_string(
     "model", None, "Translation model: a directory, or ORG/NAME of the Hugging Face hub.", required=True
 )
@@ -24,29 +26,12 @@ _PENALTY = flags.DEFINE_float("length_penalty", 0.6, "Scores are divided by leng
 _EARLY = flags.DEFINE_bool("early_stopping", False, "Stop when --beam hypotheses have ended, as fairseq does.")
 _N_BEST = flags.DEFINE_integer("n_best", 1, "Translations per line; at most --beam.", lower_bound=1)
 _SCORES = flags.DEFINE_bool("scores", False, "Also write line numbers and scores.")
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Above 0: sample instead of beam search.", lower_bound=0)
-_TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: from all.", lower_bound=0)
-_TOP_P = flags.DEFINE_float(
-    "top_p",
-    1.0,
-    "Sample from the most likely tokens whose total probability reaches this.",
-    lower_bound=0,
-    upper_bound=1,
-)
+_TEMPERATURE, _TOP_K, _TOP_P = decoding.define_sampling(meaning="Above 0: sample instead of beam search.")
 _SEED = flags.DEFINE_integer("seed", 0, "Random seed for sampling.", lower_bound=0, upper_bound=2**32 - 1)
 _BATCH = flags.DEFINE_integer("batch", 32, "Sentences translated at a time.", lower_bound=1)
 _MAX_SOURCE = flags.DEFINE_integer("max_source", 1024, "Maximum tokens per line.", lower_bound=2)
 _OVERLONG = flags.DEFINE_enum("overlong", "error", ["error", "truncate"], "What to do with longer lines.")
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations.")
-_WEIGHTS = flags.DEFINE_enum(
-    "weights", "float32", ["float32", "int8"], "Matrices: as --dtype says (float32), or in 8 bits, fastest on CPUs."
-)
-_KERNELS = flags.DEFINE_enum(
-    "kernels",
-    "auto",
-    ["auto", "on", "off"],
-    "GPU kernels for decoding; auto: where they are faster; on: wherever one exists; off: never.",
-)
+_DTYPE, _WEIGHTS, _KERNELS = decoding.define_dtype(), decoding.define_weights(), decoding.define_kernels()
 
 
 def report_stream():

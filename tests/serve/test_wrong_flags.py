@@ -36,7 +36,7 @@ SERVE = [
     (("--model=builtin:tiny_lm", "8000"), "unexpected arguments 8000"),
 ]
 CHAT = [
-    (("--model=builtin:tiny_lm", "--temperature=-1"), "temperature=-1.0 must be at least 0"),
+    (("--model=builtin:tiny_lm", "--temperature=-1"), "--temperature=-1"),
     (("--model=builtin:tiny_lm", "--seed=4294967296"), "seed=4294967296 must be at least 0 and at most"),
     (("--model=builtin:tiny_lm", "--length=0"), "--length=0"),
 ]
