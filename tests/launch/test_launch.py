@@ -7,6 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 
@@ -281,18 +282,24 @@ def test_the_speed_tables_are_made_by_commands_that_exist(tmp_path, call):
     calls, fake = tmp_path / "calls", tmp_path / "python"
     fake.write_text(f'#!/usr/bin/env bash\nprintf "%s\\t" "$@" >>{calls}; echo >>{calls}\n')
     fake.chmod(0o755)
-    tables = ["kernel", "smollm2_135m", "llama_1b", "paper", "prefill", "long"]
+    tables = ["kernel", "smollm2_135m", "smollm2_w64", "llama_1b", "paper", "prefill", "long"]
     command = [ROOT / "launch" / "h200", tmp_path / "out", *tables]
     subprocess.run(command, check=True, env=os.environ | {"PYTHON": str(fake)})
-    kernel, *commands = [line.strip("\t").split("\t") for line in calls.read_text().splitlines()]
-    assert Path(kernel[0]).is_file() and len(commands) == 8
+    is_there_a_gpu, kernel, *commands = [line.strip("\t").split("\t") for line in calls.read_text().splitlines()]
+    assert is_there_a_gpu[0] == "-c" and Path(kernel[0]).is_file() and len(commands) == 9
     for command in commands:
         assert command[:2] == ["-m", "t2r"]
         status, printed = call(*command[2:], "--row=none" if command[3] == "long" else "--lengths=none")
         assert status == 2 and "none" in printed, printed
 
 
-def test_a_speed_table_that_does_not_exist_is_refused(tmp_path):
-    command = [ROOT / "launch" / "h200", tmp_path / "out", "paper", "lama"]
+def test_speed_tables_that_do_not_exist_are_refused(tmp_path):
+    command = [ROOT / "launch" / "h200", tmp_path / "out", "paper", "lama", "alpaca"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "no table lama; choose from: kernel" in done.stderr
+    assert done.returncode == 2 and "no table lama alpaca; choose from: kernel" in done.stderr
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU or TPU")
+def test_speed_tables_need_a_gpu(tmp_path):
+    done = subprocess.run([ROOT / "launch" / "h200", tmp_path / "out", "paper"], capture_output=True, text=True)
+    assert done.returncode == 2 and "JAX finds none" in done.stderr and not (tmp_path / "out").exists()
