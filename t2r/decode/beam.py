@@ -79,12 +79,12 @@ class Search(NamedTuple):
     state: DecodeState
     step: Int[Array, "b"]
     limit: Int[Array, "b"]  # the most tokens of a translation, without its stop token
-    last: Int[Array, "b size"]  # tokens of the live beams
+    last: Int[Array, "b size"]  # the last token of each live beam
     sums: Float[Array, "b size"]  # log-probabilities of the live beams
-    # For each step and live beam, token · size + parent: the token that it added, to which of the beams before.
-    # Translations are read from it at the end, backwards, so that a step moves none of them.
+    # token · size + parent, for each step and live beam: the token added in this step, and the number of the beam that
+    # it was added to. Translations are read from it at the end, backwards, so that a step moves none of them.
     history: Int[Array, "b capacity size"]
-    results: Int[Array, "b size"]  # the live beam that each one ended
+    results: Int[Array, "b size"]  # of each, the live beam that the stop token ended
     scores: Float[Array, "b size"]  # of the results, best first; NEVER where there is none yet
     lengths: Int[Array, "b size"]  # of the results, stop token included
     done: Bool[Array, "b"]

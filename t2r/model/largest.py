@@ -3,8 +3,8 @@
 The `count` largest numbers are in the `count` blocks with the largest maxima. So the maxima of blocks are searched
 first, then only the blocks found.
 
-On a GPU, a search among fewer than a thousand numbers compares all pairs: the rank of a number is how many come before
-it. That is two kernels of 1 to 2 µs, where XLA would sort, in 4 to 9 µs. Among more numbers XLA's kernel takes 60 to
+On a GPU, a search among at most MOST_RANKED numbers compares all pairs: the rank of a number is how many come before
+it. That is two small kernels, where XLA would sort, in 4 to 9 µs. Among more numbers XLA's own kernel takes 60 to
 150 µs (results/NOTES.md).
 
 Of equal numbers the first ones are chosen, as `lax.top_k` does.
@@ -53,9 +53,9 @@ def _search(
     x: Num[Array, "b n"], indices: Int[Array, "b n"], count: int
 ) -> tuple[Num[Array, "b count"], Int[Array, "b count"]]:
     """The largest numbers, and their `indices`; of equal numbers, those with the least indices."""
-    by_rank = _by_rank if x.shape[1] <= MOST_RANKED else _by_top_k
+    on_gpu = _by_rank if x.shape[1] <= MOST_RANKED else _by_top_k
     return jax.lax.platform_dependent(
-        x, indices, cuda=functools.partial(by_rank, count), default=functools.partial(_by_top_k, count)
+        x, indices, cuda=functools.partial(on_gpu, count), default=functools.partial(_by_top_k, count)
     )
 
 

@@ -133,10 +133,10 @@ class Study:
 
     def _with_bases(self, names: Sequence[str]) -> list[str]:
         """The rows in the order in which they are begun: the transformer first, if another row needs it."""
-        wanted, known = list(dict.fromkeys(names)), rows_of(self._config)
-        unknown = [name for name in wanted if name.removesuffix(SWAPPED) not in known]
+        wanted, known = list(dict.fromkeys(names)), _module(self._config).ROWS
+        unknown = ", ".join(name for name in wanted if name.removesuffix(SWAPPED) not in known)
         if unknown:
-            raise InputError(f"{self._config} has no row {', '.join(unknown)}: choose from {', '.join(known)}")
+            raise InputError(f"{self._config} has no row {unknown}: choose from {', '.join(rows_of(self._config))}")
         variants = {name: self._load(Row(name, 0)) for name in wanted}
         if any(config.init_from for config in variants.values()) and BASE not in wanted:
             wanted.insert(0, BASE)
