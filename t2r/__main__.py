@@ -170,7 +170,9 @@ def _with_values(arguments: list[str]) -> list[list[str]]:
 
 
 def _in_words(error: str) -> str:
-    """An error of absl's flags, without Python's words for a number that cannot be read."""
+    """An error of absl's flags, in fewer words, and without Python's for a number that cannot be read."""
+    error = re.sub(r"Unknown command line flag '(\S+)'", r"there is no flag --\1", error)
+    error = re.sub(r"\. Did you mean: (.*?) \?", r" (did you mean --\1?)", error)
     error = re.sub(r"invalid literal for int\(\) with base \d+: .*", "write a whole number", error)
     return re.sub(r"could not convert string to float: .*", "write a number", error)
 
