@@ -4,6 +4,7 @@ x_out_i = Σ_j softmax_j(q_i·k_j/√d) v_j. Queries are (b, n, g, r, d), keys a
 `feature_map.py`. The cache holds keys and values as (b, g, m, d): a decoding step then reads each head contiguously.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,8 @@ from t2r.kernels import load as load_kernels
 from t2r.kernels.support import has_flash_attention, kernel_platform
 
 KERNEL_LENGTH = 128  # kernels are used for longer sequences only
-CACHE_BLOCK = 2048  # slots of a cache that many queries read at once
+CACHE_BLOCKS = (256, 2048)  # slots of a cache that many queries read at once: at least, at most
+BLOCK_LOGITS = 2**26  # 256 MiB: logits of all queries of all heads with a block of the cache
 MASKED_LOGIT = -1e30  # finite: with −∞ a query whose keys are all masked (padding) would give NaN
 
 
@@ -170,23 +172,31 @@ def attend_cache(
 ) -> Float[Array, "b n g r d"]:
     """Attention of the last tokens written to all of the cache. Many queries read a long cache in blocks."""
     length, capacity = q.shape[1], cache.valid.shape[1]
+    known = [n for n in q.shape[:-1] if isinstance(n, int)]  # the sizes of an exported program may be symbols
+    size = _block_size(math.prod(known))
     drops = bool(dropout_options.get("dropout")) and dropout_options.get("key") is not None
-    if length == 1 or capacity < 2 * CACHE_BLOCK or drops:
+    if length == 1 or capacity < 2 * size or drops:
         return attend(q, cache.k, cache.v, cached_mask(cache, length, window), scale, **dropout_options)
-    return _attend_in_blocks(q, cache, scale, window)
+    return _attend_in_blocks(q, cache, scale, window, size)
 
 
-def _attend_in_blocks(q: Array, cache: KVCache, scale: float, window: int) -> Float[Array, "b n g r d"]:
+def _block_size(queries: int) -> int:
+    """Slots of a cache in a block: a power of two, smaller the more queries of all heads there are."""
+    least, most = CACHE_BLOCKS
+    return min(most, max(least, 2 ** int(math.log2(max(BLOCK_LOGITS // queries, 1)))))
+
+
+def _attend_in_blocks(q: Array, cache: KVCache, scale: float, window: int, size: int) -> Float[Array, "b n g r d"]:
     """`attend` by blocks of the slots that are written, with a running maximum: the logits of one block at a time."""
     (batch, length, groups, per_group, _), capacity = q.shape, cache.valid.shape[1]
     scaled, shape = q * scale, (batch, groups, length, per_group)
 
     def add_block(number: Int[Array, ""], sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         largest, total, out = sums
-        first = jnp.minimum(number * CACHE_BLOCK, capacity - CACHE_BLOCK)  # the last block may overlap the one before
-        k, v = (jax.lax.dynamic_slice_in_dim(x, first, CACHE_BLOCK, 2) for x in (cache.k, cache.v))
-        is_new = first + jnp.arange(CACHE_BLOCK) >= number * CACHE_BLOCK
-        allowed = cached_mask(cache, length, window, block=(first, CACHE_BLOCK)) & is_new
+        first = jnp.minimum(number * size, capacity - size)  # the last block may overlap the one before
+        k, v = (jax.lax.dynamic_slice_in_dim(x, first, size, 2) for x in (cache.k, cache.v))
+        is_new = first + jnp.arange(size) >= number * size
+        allowed = cached_mask(cache, length, window, block=(first, size)) & is_new
         allowed = allowed[:, None, :, None, :]
         logits = jnp.einsum("bngrd,bgmd->bgnrm", scaled, k, preferred_element_type=jnp.float32)
         logits = jnp.where(allowed, logits, MASKED_LOGIT)
@@ -198,6 +208,6 @@ def _attend_in_blocks(q: Array, cache: KVCache, scale: float, window: int) -> Fl
 
     nothing = jnp.full(shape, MASKED_LOGIT), jnp.zeros(shape), jnp.zeros((*shape, cache.v.shape[-1]))
     written = jnp.minimum(cache.index.max(), capacity)
-    _, total, out = jax.lax.fori_loop(0, -(-written // CACHE_BLOCK), add_block, nothing)
+    _, total, out = jax.lax.fori_loop(0, -(-written // size), add_block, nothing)
     out /= jnp.where(total > 0, total, 1)[..., None]  # padding may see no key
     return jnp.swapaxes(out, 1, 2).astype(cache.v.dtype)

@@ -16,7 +16,7 @@ from t2r import environment
 from t2r.console import say
 from t2r.environment import available_memory
 from t2r.errors import InputError
-from t2r.files import make_folder, output_folder, read_file, write_json, writing
+from t2r.files import make_folder, output_folder, read_file, read_json, write_json, writing
 
 
 class Timing(NamedTuple):
@@ -122,6 +122,7 @@ class Results:
         self.notes: list[str] = []
         if self.output:
             make_folder(output_folder(str(self.output)))
+            self._check_foreign()
         self._earlier = [] if again or not output else _read_lines(self._path("jsonl"))
         self._deadline = time.monotonic() + budget_seconds if budget_seconds else None
 
@@ -175,6 +176,12 @@ class Results:
     def figure(self) -> Path | None:
         """The path of plots without a suffix; None: no plots."""
         return self.output and self.output / self.name
+
+    def _check_foreign(self) -> None:
+        """Refuses a folder whose NAME.json is of something else: it would be replaced."""
+        path, advice = self._path("json"), "choose another --output"
+        if os.path.lexists(path) and not read_json(path, advice).keys() >= {"command", "environment", "lines"}:
+            raise InputError(f"{path} was not written by this benchmark, and would be replaced: {advice}")
 
     def _append(self, line: dict[str, Any]) -> None:
         if self.output is not None:

@@ -155,11 +155,12 @@ def _query_sums(scan_chunks: Callable, normalizer: Normalizer, q, out, denominat
 def _fraction_gradients(normalizer: Normalizer, out: Array, denominator: Array, d_out: Array) -> tuple[Array, Array]:
     """The gradients of the numerator (chunk, d) and the denominator (chunk, 1), from that of their quotient."""
     divisor = normalizer(denominator)
-    d_out = d_out.astype(jnp.float32)
-    d_denominator = -(d_out * out.astype(jnp.float32)).sum(1, keepdims=True) / divisor
+    d_numerator = (d_out.astype(jnp.float32) / divisor).astype(out.dtype)
+    # From the rounded gradient: where the two are added, d_numerator · (v − out), what rounding changed cancels.
+    d_denominator = -(d_numerator.astype(jnp.float32) * out.astype(jnp.float32)).sum(1, keepdims=True)
     if normalizer.clamp:
         d_denominator = jnp.where(denominator > normalizer.value, d_denominator, 0.0)
-    return (d_out / divisor).astype(out.dtype), d_denominator
+    return d_numerator, d_denominator
 
 
 def _add_chunk(state: tuple[Array, Array], features: Array, values: Array, weights: Array | float = 1.0):

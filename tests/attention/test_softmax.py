@@ -69,14 +69,19 @@ def test_a_long_cache_is_read_in_blocks(window, own_places, monkeypatch):
         cache = cache._replace(index=jnp.full(2, high)) if own_places else cache
         at_once = jax.jit(lambda q, cache: softmax.attend_cache(q, cache, 0.3, window=window))(q[:, low:high], cache)
         with monkeypatch.context() as patched:
-            patched.setattr(softmax, "CACHE_BLOCK", 4)
+            patched.setattr(softmax, "CACHE_BLOCKS", (4, 4))
             in_blocks = jax.jit(lambda q, cache: softmax.attend_cache(q, cache, 0.3, window=window))
             assert " while(" in in_blocks.lower(q[:, low:high], cache).compile().as_text()
             assert error(in_blocks(q[:, low:high], cache)[mask[:, low:high]], at_once[mask[:, low:high]]) < 1e-5
     full = cache._replace(index=jnp.full_like(cache.index, 19), valid=jnp.ones((2, 19), bool))
     at_once = softmax.attend_cache(q, full, 0.3)
-    monkeypatch.setattr(softmax, "CACHE_BLOCK", 4)
+    monkeypatch.setattr(softmax, "CACHE_BLOCKS", (4, 4))
     assert error(softmax.attend_cache(q, full, 0.3), at_once) < 1e-5
+
+
+def test_logits_of_a_block_are_few_however_many_queries_there_are():
+    sizes = [softmax._block_size(queries) for queries in (9 * 256, 9 * 4096, 32 * 4096, 16 * 32 * 1024, 2**30)]
+    assert sizes == [2048, 1024, 512, 256, 256]
 
 
 def test_growing_the_cache_does_not_change_attention():

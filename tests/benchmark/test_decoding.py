@@ -186,6 +186,13 @@ def test_decode_measures_and_resumes(call, tmp_path, quick_bandwidth):
     assert (tmp_path / "decode.png").exists() and (tmp_path / "decode.svg").exists()
 
 
+def test_results_of_something_else_are_not_replaced(call, tmp_path):
+    (tmp_path / "decode.json").write_text('{"mine": 1}')
+    status, printed = call("benchmark", "decode", "--preset=micro_lm", "--lengths=8", f"--output={tmp_path}")
+    assert status == 2 and "decode.json was not written by this benchmark, and would be replaced" in printed
+    assert (tmp_path / "decode.json").read_text() == '{"mine": 1}'
+
+
 def test_decode_measures_8_bit_weights_beside_others(call, quick_bandwidth):
     flags = ["--preset=micro_llama", "--dtype=float32", "--batch=2", "--seconds=0", "--steps=2", "--lengths=8"]
     status, result = call("benchmark", "decode", *flags, "--rows=transformer,t2r", "--weights=float32,int8")
