@@ -87,8 +87,6 @@ class Rfa(nnx.Module):
     evaluation all heads use the first. σ is learned for each head and dimension.
     """
 
-    # Released code has two pairs of (scale, clamp), equivalent up to a common factor. This is the RFA authors' own.
-    scale = 0.1
     normalizer = Normalizer(clamp=True, value=1.0)
     default_features = 32
     pool_size = 64
@@ -108,7 +106,16 @@ class Rfa(nnx.Module):
         unit = unit / (_norm(unit) + 1e-3)
         angles = jnp.einsum("bng...d,gkd->bng...k", unit, directions)
         waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
-        return Features((self.scale * waves).astype(x.dtype))
+        return Features((rfa_scale(directions.shape[1]) * waves).astype(x.dtype))
+
+
+def rfa_scale(directions: int) -> float:
+    """The scale of RFA's features: φ(q)·φ(k) is then about 0.64 times the kernel, whatever the number of directions.
+
+    The RFA authors' is 0.1 with 64 directions, and their clamp is 1. With two directions, as in the paper's translation
+    models, a scale of 0.1 would leave the normaliser at its clamp for the first 50 tokens.
+    """
+    return 0.8 * directions**-0.5
 
 
 class RfaFixed(Rfa):

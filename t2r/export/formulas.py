@@ -2,7 +2,7 @@
 
 import itertools
 
-from t2r.attention.feature_map import FEATURE_MAPS, Rfa
+from t2r.attention.feature_map import FEATURE_MAPS
 from t2r.attention.windowed import LARGEST
 from t2r.export.names import ranges
 from t2r.model.config import AttentionSpec, ModelConfig
@@ -23,7 +23,7 @@ FEATURES = {
     "elu": ["φ(a) = a + 1 where a > 0, exp(a) elsewhere"],
     "rfa": [
         "W = feature_map.pool[0] with columns times feature_map.sigma[g]",
-        f"φ(a) = {Rfa.scale} · [sin(W · â), cos(W · â)], â = a / (‖a‖ + 0.001)",
+        "φ(a) = 0.8 / √D · [sin(W · â), cos(W · â)], â = a / (‖a‖ + 0.001), where W has D rows",
     ],
     "performer": [
         "e(a) = feature_map.directions[g] · ã − ‖ã‖²/2 − log(features)/2, ã = a / d^¼",

@@ -16,7 +16,7 @@ import numpy as np
 
 import t2r
 from t2r.analysis.inputs import inputs_on
-from t2r.attention.feature_map import Rfa
+from t2r.attention.feature_map import Rfa, rfa_scale
 from t2r.data.prepared import tokenize
 from t2r.data.sources import load_documents
 from t2r.environment import describe
@@ -37,7 +37,7 @@ def kernel_weights(q: np.ndarray, k: np.ndarray, sigma: float) -> np.ndarray:
 
 def waves(x: np.ndarray, directions: np.ndarray) -> np.ndarray:
     angles = np.einsum("b...hd,hkd->b...hk", x, directions)
-    return Rfa.scale * np.concatenate([np.sin(angles), np.cos(angles)], -1)
+    return rfa_scale(directions.shape[1]) * np.concatenate([np.sin(angles), np.cos(angles)], -1)
 
 
 def measure(heads: list[tuple], sigma: float, count: int, chance: np.random.Generator) -> dict[str, float]:

@@ -163,7 +163,7 @@ class EluFeatures(FeatureMap):
 
 
 class RfaFeatures(FeatureMap):
-    """Peng et al. (2021): random Fourier features, φ(x) = 0.1 · [sin W x̂, cos W x̂] with x̂ = x / (‖x‖ + 10^-3)."""
+    """Peng et al. (2021): random Fourier features, φ(x) = 0.8 / √D · [sin W x̂, cos W x̂] with x̂ = x / (‖x‖ + 10^-3)."""
 
     def __init__(self, heads, head_dim, features):
         super().__init__()
@@ -173,7 +173,7 @@ class RfaFeatures(FeatureMap):
         x = x.float()
         unit = x / (x.norm(dim=-1, keepdim=True) + 1e-3)
         angles = torch.einsum("bng...d,gkd->bng...k", unit, self.directions.float())
-        return 0.1 * torch.cat([angles.sin(), angles.cos()], -1)
+        return 0.8 * self.directions.shape[1] ** -0.5 * torch.cat([angles.sin(), angles.cos()], -1)
 
     def normalise(self, denominator):
         return denominator.clamp(min=1.0)
