@@ -3,6 +3,7 @@
 import ast
 import difflib
 import importlib.util
+import math
 import os
 import pkgutil
 import re
@@ -140,10 +141,25 @@ def _parse(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Parses flags; (what is wrong, arguments that are not flags). Only the first flag that is wrong is named, or else
     all that are missing."""
     try:
-        return [], flags.FLAGS(arguments)[1:]
+        rest = flags.FLAGS(arguments)[1:]
+        return _not_finite(), rest
     except (flags.Error, TypeError, ValueError) as error:
         missing = re.findall(r"flag --(\w+)=None: Flag --\w+ must have a value other than None", str(error))
-        return [f"--{name} is missing" for name in missing] or [_in_words(str(error))], []
+        return ([f"--{name} is missing" for name in missing] or [_in_words(str(error))]) + _not_finite(), []
+
+
+def _not_finite() -> list[str]:
+    """What is wrong with flags that were given and are infinite, or no number: no bound of absl's excludes NaN.
+
+    Not fields of a config, which are all checked together.
+    """
+    given = [flag for flags_of_module in flags.FLAGS.flags_by_module_dict().values() for flag in flags_of_module]
+    values = {
+        flag.name: flag.value
+        for flag in given
+        if flag.present and isinstance(flag.value, float) and "." not in flag.name
+    }
+    return [f"--{name}={value}: write a finite number" for name, value in values.items() if not math.isfinite(value)]
 
 
 def _problems_of_each(arguments: list[str]) -> list[str]:
@@ -172,9 +188,16 @@ def _with_values(arguments: list[str]) -> list[list[str]]:
 def _in_words(error: str) -> str:
     """An error of absl's flags, in fewer words, and without Python's for a number that cannot be read."""
     error = re.sub(r"Unknown command line flag '(\S+)'", r"there is no flag --\1", error)
+    error = re.sub(r"^flag --(\w+)=\[(.*)\]: ", lambda match: f"--{match[1]}={_joined(match[2])}: ", error)
     error = re.sub(r"\. Did you mean: (.*?) \?", r" (did you mean --\1?)", error)
+    error = error.replace("is not number", "is not a number")
     error = re.sub(r"invalid literal for int\(\) with base \d+: .*", "write a whole number", error)
     return re.sub(r"could not convert string to float: .*", "write a number", error)
+
+
+def _joined(items: str) -> str:
+    """A list as absl's errors show it, as it was given."""
+    return ",".join(ast.literal_eval(f"[{items}]"))
 
 
 def _flag_help(command) -> str:

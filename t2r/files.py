@@ -19,8 +19,10 @@ def read_file(path: Path, purpose: str) -> str:
     """The text of a UTF-8 file; `purpose` says in the error what should have been given."""
     try:
         return path.read_text("utf-8")
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         raise InputError(f"{path} does not exist: {purpose}") from None
+    except NotADirectoryError:
+        raise InputError(f"{path} does not exist, because {path.parent} is a file, not a folder: {purpose}") from None
     except OSError as error:  # a folder, a loop of links, no permission
         raise InputError(f"cannot read {path}: {error.strerror}; {purpose}") from None
     except UnicodeDecodeError as error:

@@ -76,8 +76,24 @@ def test_a_folder_with_other_options_is_refused(tmp_path):
         (tmp_path / name).mkdir()
     write_json(tmp_path / "converted.json", {"request": run.request_of(configs), "scores": {}, "stories": {}})
     assert run.read_converted(tmp_path, configs) == ({}, {})
-    with pytest.raises(InputError, match="has a quickstart with other options: add --workdir=FOLDER, or remove"):
+    with pytest.raises(InputError, match=r"other options \(--steps=4, now 5\): add --workdir=FOLDER, or remove"):
         run.read_converted(tmp_path, others)
+
+
+def test_a_report_of_something_else_is_not_replaced(tmp_path):
+    (tmp_path / "report.html").write_text("mine")
+    with pytest.raises(InputError, match="was not written by a quickstart, and would be replaced"):
+        run.quickstart(tmp_path)
+    assert (tmp_path / "report.html").read_text() == "mine"
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path):
+    """Such as the package `t2r`, in a clone."""
+    (tmp_path / "t2r").mkdir()
+    (tmp_path / "t2r" / "mine.py").write_text("mine")
+    with pytest.raises(InputError, match="t2r is not a model directory, and would be replaced"):
+        run.quickstart(tmp_path)
+    assert (tmp_path / "t2r" / "mine.py").read_text() == "mine"
 
 
 def test_the_page_says_on_which_data_of_ones_own(tmp_path):

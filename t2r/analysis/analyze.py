@@ -13,6 +13,7 @@ from t2r.console import say
 from t2r.data.buckets import Buckets, Encoded, EncodedPairs
 from t2r.data.pairs import is_pairs, load_pairs
 from t2r.data.sources import load_documents
+from t2r.data.tokenizer import same_tokens
 from t2r.environment import describe
 from t2r.errors import InputError
 from t2r.evaluation.perplexity import pair_perplexity, perplexity
@@ -59,6 +60,8 @@ def analyze(
     results = []
     for number, name in enumerate(names, 1):
         loaded = original if name == transformer else by_name.load(find_model(name), dtype=dtype)
+        if not same_tokens(first.tokenizer, loaded.tokenizer):
+            raise InputError(f"{name} reads text as other tokens than {names[0]}: compare models with one tokenizer")
         described = describe_model(name, loaded)
         say(f"[{number}/{len(names)}] {name}: {described.series}")
         compared = original.model if original is not None and described.is_aligned else None

@@ -61,6 +61,7 @@ def by_size(
     for number, (series, points) in enumerate(curves.items()):
         style = dict(color=_color(series, number), markersize=6, label=series)
         axes.plot(*zip(*points), MARKERS[number % len(MARKERS)] + "-", **style)
+    # No line for 0, which a distance of the transformer to itself is.
     softmax = [value(one) for one in models if one["series"] == "transformer" and value(one)]
     if softmax:
         axes.axhline(softmax[0], color=SOFTMAX, linestyle="--", label="transformer")

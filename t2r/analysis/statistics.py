@@ -107,7 +107,8 @@ def measure(
     the same name, which runs on its own activations.
     """
     graph, arrays = nnx.split(model)
-    reference = (None, None) if transformer is None else nnx.split(transformer)
+    alone = transformer is None or transformer is model  # its distance to itself is 0, whatever rounding makes of it
+    reference = (None, None) if alone else nnx.split(transformer)
     sums: dict[str, Sums] = {}
     counts: dict[str, FeatureCounts] = {}
     for batch in batches:

@@ -5,6 +5,7 @@ from typing import Any
 
 from absl import flags
 
+from t2r.commands._lists import define_numbers
 from t2r.errors import InputError
 
 flags.disclaim_key_flags()  # --help lists the flags with the command that defines them by calling a function below
@@ -22,7 +23,7 @@ def define_models(lengths: list[str] = LENGTHS, batch: int = 16) -> SimpleNamesp
             "Models to compare, such as transformer,t2r; default: those of the paper's figures; with rotary positions, "
             "transformer,t2r,t2r_window,t2r_hybrid.",
         ),
-        lengths=flags.DEFINE_list("lengths", lengths, "Lengths in tokens; sources have the same length."),
+        lengths=define_numbers("lengths", lengths, "Lengths in tokens; sources have the same length."),
     )
 
 
@@ -99,9 +100,7 @@ def topology(defined: SimpleNamespace) -> dict[str, Any]:
 
 
 def parse_lengths(items: list[str]) -> list[int]:
-    """Positive integers, sorted and without duplicates."""
-    if not items or not all(item.strip().isdigit() and int(item) for item in items):
-        raise InputError(f"--lengths={','.join(items)}: give whole numbers above 0, such as 128,512")
+    """The numbers of a flag of `define_numbers`, sorted and without duplicates."""
     return sorted({int(item) for item in items})
 
 

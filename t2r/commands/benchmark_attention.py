@@ -21,7 +21,7 @@ from t2r.commands import _benchmark as shared
 RESUMES = True  # after an interruption
 
 _OUTPUT = shared.define_output()
-_LENGTHS = flags.DEFINE_list("lengths", shared.LENGTHS, "Sequence lengths in tokens.")
+_LENGTHS = shared.define_numbers("lengths", shared.LENGTHS, "Sequence lengths in tokens.")
 _TOKENS = flags.DEFINE_integer("tokens", 65_536, "Tokens in a batch: batch size times sequence length.", lower_bound=1)
 _HEADS = flags.DEFINE_integer("heads", 8, "Attention heads.", lower_bound=1)
 _HEAD_DIM = flags.DEFINE_integer("head_dim", 128, "Dimension of a head, d.", lower_bound=1)

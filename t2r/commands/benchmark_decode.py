@@ -41,11 +41,11 @@ _SECONDS = flags.DEFINE_float(
     "seconds", 2.0, "Repeat each measurement for this time, and at least five times.", lower_bound=0
 )
 _LARGEST = flags.DEFINE_bool("largest_batch", False, "Also measure the largest batch that fits in memory.")
-_LARGEST_AT = flags.DEFINE_list(
+_LARGEST_AT = shared.define_numbers(
     "largest_batch_lengths", None, "Lengths for --largest_batch; default: 4096, or the longest."
 )
 _PEERS = flags.DEFINE_bool("peers", False, "Also measure other libraries, if installed.")
-_PEER_LENGTHS = flags.DEFINE_list("peer_lengths", None, "Lengths for --peers; default: the shortest.")
+_PEER_LENGTHS = shared.define_numbers("peer_lengths", None, "Lengths for --peers; default: the shortest.")
 _PEER_NAMES = flags.DEFINE_list(
     "peer_names", ["hugging_face", "hugging_face_static", "flash_linear_attention"], "Libraries for --peers."
 )

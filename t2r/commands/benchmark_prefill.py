@@ -27,7 +27,7 @@ _WEIGHTS = flags.DEFINE_list("weights", None, "Types of the matrices: that of --
 _CHUNK = flags.DEFINE_integer(
     "chunk",
     None,
-    "Tokens that are read at once. Default: as `t2r generate`, 256 on CPUs and up to 1,024 elsewhere.",
+    "Tokens that are read at once. Default: as `t2r generate`, 256 on CPUs and up to 4,096 elsewhere.",
     lower_bound=1,
 )
 _SECONDS = flags.DEFINE_float("seconds", 2.0, "Repeat each measurement for this time.", lower_bound=0)

@@ -12,11 +12,13 @@ from typing import Any
 
 from absl import flags
 
+from t2r.commands._lists import define_numbers
+
 _MODEL = flags.DEFINE_list("model", None, "Model directories of translation models.", required=True)
 _INPUT = flags.DEFINE_string("input", None, "Text file (also .gz), one sentence per line.", required=True)
 _REFERENCES = flags.DEFINE_string("references", None, "Text file of translations; adds BLEU.")
 _WEIGHTS = flags.DEFINE_list("weights", ["float32", "int8"], "Types of the matrices.")
-_BEAMS = flags.DEFINE_list("beams", ["1", "5"], "Beam sizes; 1: greedy.")
+_BEAMS = define_numbers("beams", ["1", "5"], "Beam sizes; 1: greedy.")
 _BATCH = flags.DEFINE_integer("batch", 32, "Sentences translated at a time.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Times that each is measured.", lower_bound=1)
 _FIRST = flags.DEFINE_integer("first", None, "Translate only the first N lines.", lower_bound=1)
@@ -29,10 +31,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "Directory for the results.")
 
 def main() -> dict[str, Any]:
     from t2r.benchmark.translation import benchmark_translate
-    from t2r.errors import InputError
 
-    if not all(beam.isdecimal() for beam in _BEAMS.value):
-        raise InputError(f"--beams={','.join(_BEAMS.value)}: give whole numbers above 0, such as 1,5")
     return benchmark_translate(
         _MODEL.value,
         _INPUT.value,

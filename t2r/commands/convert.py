@@ -23,6 +23,8 @@ from typing import Any
 
 from absl import flags
 
+from t2r.commands._lists import define_numbers
+
 _MODEL = flags.DEFINE_string(
     "model",
     None,
@@ -74,7 +76,7 @@ _RECIPE = flags.DEFINE_string(
 _PROMPT = flags.DEFINE_multi_string(
     "prompt", [], "With --finetune: begins a text in the report, or is translated; repeatable. Default: held-out text."
 )
-_LENGTHS = flags.DEFINE_list(
+_LENGTHS = define_numbers(
     "lengths", ["128", "512", "2048", "8192"], "With --finetune: generated lengths at which decoding is measured."
 )
 _CONTROL = flags.DEFINE_bool("control", False, "With --finetune: also finetune the transformer, without a conversion.")

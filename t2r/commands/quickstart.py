@@ -11,6 +11,8 @@ from typing import Any
 
 from absl import flags
 
+from t2r.commands._lists import define_numbers
+
 RESUMES = True  # after an interruption
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Directory for all outputs.")
@@ -25,7 +27,7 @@ _STEPS = flags.DEFINE_integer(
     "Finetuning steps of each conversion; default: those of configs/stories.py.",
     lower_bound=1,
 )
-_LENGTHS = flags.DEFINE_list("lengths", ["128", "512", "1024", "2048"], "Generated lengths to measure, in tokens.")
+_LENGTHS = define_numbers("lengths", ["128", "512", "1024", "2048"], "Generated lengths to measure, in tokens.")
 _BATCH = flags.DEFINE_integer("batch", 16, "Sequences decoded at a time.", lower_bound=1)
 
 

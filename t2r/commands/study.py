@@ -15,6 +15,9 @@ from typing import Any
 
 from absl import flags
 
+from t2r.commands._lists import define_numbers
+from t2r.errors import UINT32_MAX
+
 RESUMES = True  # after an interruption
 
 _CONFIG = flags.DEFINE_string("config", None, "Config file with a variant for each row, such as enwik8.", required=True)
@@ -23,7 +26,7 @@ _DATA = flags.DEFINE_string(
 )
 _OUTPUT = flags.DEFINE_string("output", None, "Directory of the study; created if missing.", required=True)
 _ROWS = flags.DEFINE_list("rows", [], "Rows to run; default: all of the config, and those swapped and not finetuned.")
-_SEEDS = flags.DEFINE_list("seeds", ["0"], "Each row is trained once with each of these seeds.")
+_SEEDS = define_numbers("seeds", ["0"], "Each row is trained once with each of these seeds.", least=0, most=UINT32_MAX)
 _JOBS = flags.DEFINE_integer("jobs", 1, "Rows at a time, on the same device.", lower_bound=1, upper_bound=64)
 _SPLIT = flags.DEFINE_string("split", "test", "The split that rows are scored on.")
 _SCALE = flags.DEFINE_float(
@@ -33,18 +36,16 @@ _SET = flags.DEFINE_multi_string("set", [], "FIELD=VALUE: change a field of all 
 
 
 def main() -> dict[str, Any]:
-    from t2r.errors import UINT32_MAX, InputError, raise_all
+    from t2r.errors import InputError, raise_all
     from t2r.files import output_folder
     from t2r.workflow.study import Study, as_table, columns, rows_of
 
     config, problems = _CONFIG.value, []
-    if not _SEEDS.value or not all(seed.isdecimal() and int(seed) <= UINT32_MAX for seed in _SEEDS.value):
-        problems.append(f"--seeds={','.join(_SEEDS.value)}: give whole numbers up to {UINT32_MAX}, such as 0,1,2")
     problems += [
-        f"--set={field}: give FIELD=VALUE, such as steps=100; seeds and data have their own flags"
-        for field in _SET.value
-        if not all(field.partition("=")) or field.startswith(("seed=", "init_from=", "data.source="))
+        f"--set={field}: give FIELD=VALUE, such as steps=100" for field in _SET.value if not all(field.partition("="))
     ]
+    own = {"seed": "--seeds chooses it", "data.source": "--data chooses it", "init_from": "it is the row transformer"}
+    problems += [f"--set={field}: {own[name]}" for field in _SET.value if (name := field.partition("=")[0]) in own]
     rows = [row.strip() for row in _ROWS.value if row.strip()]
     if _ROWS.present and not rows:
         problems.append("--rows names no row: name some, such as transformer,t2r, or leave it out for all")

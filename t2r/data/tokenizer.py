@@ -463,6 +463,18 @@ class TokenizerPair(NamedTuple):
             tokenizer.save(folder / name)
 
 
+def same_tokens(one: Tokenizer | TokenizerPair, other: Tokenizer | TokenizerPair) -> bool:
+    """Whether two models read text as the same tokens, judged by a sentence with many kinds of characters."""
+    text = "The 3 quick foxes jump over 21 lazy dogs;\n\tzwölf Boxkämpfer."
+    return _example(one, text) == _example(other, text)
+
+
+def _example(tokenizer: Tokenizer | TokenizerPair, text: str) -> list[list[int]]:
+    if isinstance(tokenizer, TokenizerPair):
+        return [tokenizer.encode_source(text), tokenizer.encode_target(text)]
+    return [tokenizer.encode_document(text)]
+
+
 def load_pair(folder: Path) -> TokenizerPair:
     """The tokenizers in a translation model's folder."""
     if (folder / "source").is_dir():

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from t2r.batch import Batch, pad_sequences
 from t2r.console import Progress
-from t2r.data.tokenizer import prompt_ids, stop_ids
+from t2r.data.tokenizer import prompt_ids, same_tokens, stop_ids
 from t2r.decode.generate import generate_tokens, prefill
 from t2r.decode.sampling import Sampling
 from t2r.decode.text import check_language_model
@@ -79,14 +79,9 @@ def check_samples(loaded: LoadedModel, scorer: LoadedModel | None, *, length: in
     for content in (loaded, scorer or loaded):
         check_language_model(content)
         check_length(content.model.config, prompt + 1 + length)  # an end-of-text token may come first
-    if scorer is not None and not _same_tokens(loaded, scorer):
+    sizes = {content.model.config.vocab_size for content in (loaded, scorer or loaded)}
+    if scorer is not None and (len(sizes) > 1 or not same_tokens(loaded.tokenizer, scorer.tokenizer)):
         raise InputError("the scorer has other tokens than the model: choose a scorer with the model's own tokenizer")
-
-
-def _same_tokens(one: LoadedModel, other: LoadedModel) -> bool:
-    sizes = {content.model.config.vocab_size for content in (one, other)}
-    text = "The 3 quick foxes jump over 21 lazy dogs;\n\tzwölf Boxkämpfer."
-    return len(sizes) == 1 and one.tokenizer.encode_document(text) == other.tokenizer.encode_document(text)
 
 
 def pieces(tokens: np.ndarray, count: int, length: int) -> list[list[int]]:

@@ -20,7 +20,7 @@ from t2r.decode.text import generate_text
 from t2r.errors import InputError
 from t2r.evaluation.perplexity import document_perplexity
 from t2r.evaluation.recall import recall
-from t2r.files import make_folder, read_json, write_json
+from t2r.files import make_folder, output_folder, read_json, write_json
 from t2r.model.parameters import arrays_of, parameter_count
 from t2r.model.transformer import LanguageModel
 from t2r.quickstart.page import LABELS, Report, write_report
@@ -50,7 +50,8 @@ def quickstart(
     Returns the perplexities, speeds and sizes, and the paths of the models and the report.
     """
     began, workdir, lengths = time.monotonic(), Path(workdir), sorted(lengths)
-    make_folder(workdir)
+    make_folder(output_folder(str(workdir)))
+    _check_foreign(workdir)
     configs = {name: load(config, data, steps) for name, config in CONFIGS.items()}
 
     say(f"1/6  the transformer: {MODEL}")
@@ -86,6 +87,15 @@ def quickstart(
     write_report(path, report)
     print_report(report, path)
     return summary(report, path)
+
+
+def _check_foreign(workdir: Path) -> None:
+    """Refuses a folder with a report or folders of something else, which would be replaced."""
+    for name in CONFIGS:
+        model_dir.check_replaceable(workdir / name)
+    report = workdir / "report.html"
+    if report.exists() and not (workdir / "converted.json").exists():
+        raise InputError(f"{report} was not written by a quickstart, and would be replaced: add --workdir=FOLDER")
 
 
 def load(name: str, data: str | None, steps: int | None) -> ConfigDict:
@@ -157,8 +167,20 @@ def read_converted(workdir: Path, configs: dict[str, ConfigDict]) -> Converted |
     content, request = read_json(path, "remove it: it is then computed again"), request_of(configs)
     before = content.pop("request", None)
     if isinstance(before, dict) and before.get("configs") != request["configs"]:
-        raise InputError(f"{workdir} has a quickstart with other options: add --workdir=FOLDER, or remove {workdir}")
+        raise InputError(
+            f"{workdir} has a quickstart with other options ({_differences(before, request)}): add --workdir=FOLDER, "
+            f"or remove {workdir}"
+        )
     return Converted(**content) if before == request and content.keys() == set(Converted._fields) else None
+
+
+def _differences(before: dict[str, Any], request: dict[str, Any]) -> str:
+    """Which options of the quickstart differ; both as `request_of` has them."""
+    old, new = (one.get("configs", {}).get("t2r", {}) for one in (before, request))
+    pairs = {"--steps": (old.get("steps"), new["steps"])}
+    pairs["--data"] = tuple(one.get("data", {}).get("source") for one in (old, new))
+    changed = [f"{flag}={was}, now {now}" for flag, (was, now) in pairs.items() if was != now]
+    return "; ".join(changed) or "by another version of t2r"
 
 
 def measure(models: dict[str, LanguageModel], lengths: list[int], batch: int) -> dict[str, list[DecodeSpeed]]:

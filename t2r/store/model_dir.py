@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,10 +48,12 @@ def resolve(name: str) -> Path:
 
 
 def save(path: Path, content: LoadedModel, *, replace: bool = False, dtype: str = "float32") -> None:
-    """Writes a model directory atomically. If it exists, that is an error, or with `replace` it is replaced."""
+    """Writes a model directory atomically. If it exists, that is an error, or with `replace` a model is replaced."""
     if is_for_decoding(content.model):
         raise InputError(f"{path}: this model is laid out for decoding: save the one that it was made from")
-    if not replace:
+    if replace:
+        check_replaceable(path)
+    else:
         check_free(path)
     config = {"format": FORMAT, "family": _family(content.model.config), **content.model.config.to_dict()}
     with atomic_directory(path, replace=replace) as folder:
@@ -58,6 +61,13 @@ def save(path: Path, content: LoadedModel, *, replace: bool = False, dtype: str 
         tensors.write(folder / "model.safetensors", arrays_of(content.model), dtype)
         content.tokenizer.save(folder)
         (folder / "provenance.json").write_text(json.dumps(content.provenance, indent=1) + "\n")
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuses a folder that is not a model's, such as one with source code: it would be replaced."""
+    is_empty = path.is_dir() and not any(path.iterdir())
+    if os.path.lexists(path) and not is_empty and not (path / "provenance.json").exists():
+        raise InputError(f"{path} is not a model directory, and would be replaced: choose another folder, or move it")
 
 
 def load(path: str | Path, **runtime: Any) -> LoadedModel:

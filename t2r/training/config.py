@@ -6,6 +6,7 @@ Config files start from `default_config()`. It is locked, so a misspelt field is
 import difflib
 import importlib.util
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -192,14 +193,18 @@ def _join_config_flag(arguments: list[str]) -> list[str]:
 
 def check_overrides(config: ConfigDict, names: list[str]) -> None:
     """Raises one InputError for all fields (`data.batch`) that the config does not have, with suggestions."""
-    known = field_names(config)
-    problems = []
+    raise_all("config:", list(unknown_fields(config, names).values()))
+
+
+def unknown_fields(config: ConfigDict, names: Iterable[str]) -> dict[str, str]:
+    """The fields that the config does not have, each with what to say about it."""
+    known, problems = field_names(config), {}
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f": did you mean {close[0]!r}?" if close else f"; the fields are {', '.join(known)}"
-            problems.append(f"unknown field {name!r}{hint}")
-    raise_all("config:", problems)
+            problems[name] = f"unknown field {name!r}{hint}"
+    return problems
 
 
 def field_names(config: ConfigDict, prefix: str = "") -> list[str]:

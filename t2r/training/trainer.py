@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     Returns the path of the trained model, its number of steps and its validation perplexity.
     """
     check(config)
+    check_foreign(workdir)
     # Of several processes, which share the work directory, the first holds it for all.
     alone = exclusive(workdir) if processes.is_first() else contextlib.nullcontext()
     with alone, quiet_libraries():
@@ -81,6 +83,14 @@ def run_to_the_end(config: ConfigDict, workdir: Path, checkpoints: Checkpoints) 
     state = run_steps(run, state, batches)
     state, averaged = average(run, state)
     return save_model(run, state, {"checkpoints": averaged}, began)
+
+
+def check_foreign(workdir: Path) -> None:
+    """Refuses a folder whose config.json or folder `model` is of something else: they would be replaced."""
+    path, advice = workdir / "config.json", "choose another workdir"
+    if os.path.lexists(path) and not read_json(path, advice).keys() >= {"steps", "optimizer", "data"}:
+        raise InputError(f"{path} was not written by a training run, and would be replaced: {advice}")
+    model_dir.check_replaceable(workdir / "model")
 
 
 def check_same_run(config: ConfigDict, workdir: Path, step: int) -> None:

@@ -5,6 +5,7 @@ was stopped goes on from its last checkpoint. All rows read the same tokenizer a
 Language models are scored by perplexity, translation models by BLEU.
 """
 
+import collections
 import contextlib
 import importlib.util
 import itertools
@@ -31,7 +32,7 @@ from t2r.evaluation.bleu import check_tokenizer
 from t2r.files import atomic_file, exclusive, make_folder, read_json, write_json
 from t2r.store import model_dir
 from t2r.store.tensors import Tensors
-from t2r.training.config import check, check_overrides, find_config, load_config
+from t2r.training.config import check, find_config, load_config, unknown_fields
 from t2r.training.metrics import read_metrics
 
 BASE = "transformer"  # the row that others are converted from
@@ -40,6 +41,7 @@ COLUMNS = ("row", "seed", "k", "perplexity", "valid_perplexity", "steps", "train
 PAIRS_COLUMNS = ("row", "seed", "k", "cross_k", "bleu", "chrf", "valid_perplexity", "steps", "seconds")
 SCALED = ("steps", "optimizer.warmup_steps", "eval_every", "checkpoint_every")  # what a shorter study has fewer of
 PREPARED = "prepared"  # the folder of tokenizers and token ids
+KINDS = {int: "a whole number", float: "a number", bool: "true or false,"}
 WAIT = 1.0  # seconds between looks at a folder that another process uses
 
 
@@ -145,13 +147,13 @@ class Study:
     def _load(self, row: Row) -> ConfigDict:
         """The config of a row, with all fields as they will be."""
         config = load_config(f"{self._config}:{row.variant}")
-        names = [field.partition("=")[0] for field in self._fields]
-        check_overrides(config, names)
-        problems = [problem for field in self._fields if (problem := _set(config, *field.split("=", 1)))]
-        raise_all("fields:", problems)
+        fields = [field.split("=", 1) for field in self._fields]
+        unknown = unknown_fields(config, [name for name, _ in fields])
+        problems = [unknown.get(name) or _set(config, name, value) for name, value in fields]
+        raise_all("fields:", [problem for problem in problems if problem])
         for name in SCALED:
             value = _get(config, name)
-            _set(config, name, str(max(1, round(self._scale * value)) if value else 0))
+            _set(config, name, str(max(1, round(self._scale * value)) if value > 0 else value))
         config.seed = row.seed
         return config
 
@@ -160,6 +162,7 @@ class Study:
         problems = _data_problems(self._data, self._split)
         if is_pairs(self._data) != ("encoder_layers" in self._load(Row(BASE, 0)).model):
             problems.append(f"--data={self._data}: language models need text, translation models sentence pairs")
+        members: dict[str, list[str]] = {}  # rows with the same problem
         for row in rows:
             config = self._load(row)
             if row.name.endswith(SWAPPED) and not (config.convert.feature_map and config.init_from):
@@ -167,8 +170,10 @@ class Study:
             try:
                 check(config)
             except InputError as error:
-                problems.append(f"{row.name}: {error}")
-        raise_all(f"{self._config} cannot be studied:", list(dict.fromkeys(problems)))
+                for problem in _problems_in(str(error)):
+                    members.setdefault(problem, []).append(row.name)
+        problems += [f"{_shortly(names)}: {problem}" for problem, names in members.items()]
+        raise_all("the study cannot begin:", list(dict.fromkeys(problems)))
 
     def _check_request(self) -> None:
         """Refuses a folder that has rows of another study."""
@@ -265,15 +270,17 @@ class Study:
         if process.returncode:
             self._stopping.wait(WAIT)  # Ctrl-C ends a terminal's processes all at once: this one may be the first
             self._raise_if_stopping()
-            lines = self._path(row, ".log").read_text("utf-8", "replace").strip().splitlines() or ["no message"]
-            errors = [line for line in lines if line.startswith("error: ")]
-            reason = (errors or lines)[-1].removeprefix("error: ").replace("--config.", "--set=")  # as fields are here
+            said = self._path(row, ".log").read_text("utf-8", "replace").strip() or "no message"
+            _, found, error = f"\n{said}".rpartition("\nerror: ")
+            reason = "; ".join(_problems_in(error)) if found else said.splitlines()[-1]
+            reason = reason.replace("--config.", "--set=")  # as fields are here
             raise InputError(f"{reason} (all of it: {self._path(row, '.log')})")
         return json.loads(output.splitlines()[-1])
 
     def _stop(self) -> None:
         """Ends all processes; trainings save first."""
         self._stopping.set()
+        say("stopping: rows in training save first")
         for finished in self._finished.values():
             finished.set()
         with self._log:
@@ -310,7 +317,7 @@ class Study:
         order = list(_module(self._config).ROWS)
         names = [*order, *(name + SWAPPED for name in order)]
         paths = [path for path in self._output.glob("*.json") if re.sub(r"\.seed\d+$", "", path.stem) in names]
-        found = [read_json(path, "remove it: the row is then done again") for path in paths]
+        found = [_read_row(path) for path in paths]
 
         def place(result: dict[str, Any]) -> tuple[bool, int, int]:
             row = Row(result["row"], result["seed"])
@@ -357,10 +364,47 @@ def _data_problems(data: str, split: str) -> list[str]:
             return [f"--data={data}: {error}"]
         return []
     files = [Path(part.removeprefix("text:")) for part in split_spec(data) if part.startswith("text:")]
-    problems = [f"--data={data}: there is no file {path}" for path in files if not path.is_file()]
+    problems = [f"--data={data}: {problem}" for path in files if (problem := _text_problem(path))]
     if not files and not data.startswith(("builtin:", "tfds:")):
         problems.append(f"--data={data!r}: use text:PATH, builtin:pydoc or tfds:NAME, or sentence pairs")
     return problems
+
+
+def _text_problem(path: Path) -> str:
+    """What is wrong with a file of text, if anything is."""
+    if path.is_dir():
+        return f"{path} is a folder: name a file in it"
+    if not path.is_file():
+        return f"there is no file {path}"
+    if not path.stat().st_size:
+        return f"{path} is empty"
+    try:
+        with path.open(encoding="utf-8") as lines:
+            collections.deque(lines, maxlen=0)
+    except UnicodeDecodeError as error:
+        return f"{path} is not UTF-8 text ({error.reason})"
+    return ""
+
+
+def _read_row(path: Path) -> dict[str, Any]:
+    """What a row's file holds."""
+    advice = "remove it: the row is then done again"
+    result = read_json(path, advice)
+    if not {"row", "seed"} <= result.keys():
+        raise InputError(f"{path} is not the result of a row of a study: {advice}")
+    return result
+
+
+def _problems_in(error: str) -> list[str]:
+    """The problems that an error lists line by line, without its title; or its first line."""
+    first, *others = error.strip().splitlines()
+    problems = [line.strip().removeprefix("- ") for line in others if line.startswith("  - ")]
+    return problems if first.endswith(":") and problems else [first]
+
+
+def _shortly(names: Sequence[str]) -> str:
+    """The names of rows, or of some of them."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _get(config: ConfigDict, name: str) -> Any:
@@ -377,7 +421,7 @@ def _set(config: ConfigDict, name: str, value: str) -> str:
     try:
         config[last] = value.lower() in ("true", "1") if kind is bool else kind(value)
     except (TypeError, ValueError):
-        return f"--set={name}={value}: it must be of the kind of {config[last]!r}"
+        return f"--set={name}={value}: write {KINDS.get(kind, 'a value')} such as {config[last]!r}"
     return ""
 
 

@@ -10,9 +10,10 @@ from t2r.analysis import page
 from t2r.analysis.figures import draw_all
 from t2r.analysis.models import SCRATCH, SWAPPED, describe_model, find_model
 from t2r.conversion.directory import convert_directory
+from t2r.data.tokenizer import SentencePiece
 from t2r.model.config import AttentionSpec
 from t2r.store import model_dir
-from tests.conftest import make_model, micro
+from tests.conftest import PROSE, make_model, micro
 
 TRAIN, SWAP = {"action": "train", "config": {"trainable": "all"}}, {"action": "swap"}
 
@@ -93,7 +94,7 @@ def test_the_command(imported, text_file, tmp_path, call):
     )  # fmt: skip
     first, second = result["models"]
     assert status == 0 and (first["series"], second["series"], second["features"]) == ("transformer", SWAPPED, 4)
-    assert first["causal"]["distance"] < 1e-6 < 0.1 < second["causal"]["distance"] and result["sequences"] == 3
+    assert first["causal"]["distance"] == 0 < 0.1 < second["causal"]["distance"] and result["sequences"] == 3
     written = json.loads((tmp_path / "out" / "analysis.json").read_text())
     assert [one["perplexity"] for one in written["models"]] == [first["perplexity"], second["perplexity"]]
     assert len(written["models"][1]["attentions"]) == 2 and (tmp_path / "out" / "distance.png").stat().st_size > 5000
@@ -148,6 +149,14 @@ def test_files_of_others_are_not_replaced(imported, text_file, tmp_path, call, n
     status, printed = call("analyze", f"--model={imported[1]}", f"--data=text:{text_file}", f"--output={tmp_path}")
     assert status == 2 and f"{name} was not written by t2r analyze" in printed
     assert (tmp_path / name).read_text() == "mine"
+
+
+def test_models_with_other_tokens_are_refused(imported, text_file, tmp_path, call):
+    other = SentencePiece.train(PROSE[::-1], 300)  # as many subwords, and others
+    model_dir.save(tmp_path / "other", model_dir.LoadedModel(make_model(micro(vocab_size=300)), other, {"history": []}))
+    flags = [f"--model={imported[1]}", f"--transformer={tmp_path / 'other'}", f"--data=text:{text_file}", "--length=16"]
+    status, printed = call("analyze", *flags, "--sequences=1", f"--output={tmp_path / 'out'}")
+    assert status == 2 and "reads text as other tokens than" in printed
 
 
 def test_an_output_that_is_a_file_is_refused(imported, text_file, call):

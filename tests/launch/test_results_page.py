@@ -39,9 +39,22 @@ def test_figures_and_verdicts_follow_the_files(results_page, tmp_path, monkeypat
     before = {claim.claim: claim.verdict for claim in results_page.language_modelling()}
     assert before["A converted transformer keeps its accuracy"] == results_page.FAILS
     assert "99.4" in results_page.page() and results_page.main(["--check"]) == 1
-    assert "README.md differ" in capsys.readouterr().err
+    assert "results/README.md: not what the JSON files say" in capsys.readouterr().err
     assert results_page.main([]) == 0 and results_page.main(["--check"]) == 0
     assert results_page.main(["--chek"]) == 2
+
+
+def test_a_file_that_cannot_be_read_is_named(results_page, tmp_path, monkeypatch, capsys):
+    shutil.copytree(ROOT / "results", tmp_path / "results")
+    monkeypatch.setattr(results_page, "RESULTS", tmp_path / "results")
+    path = tmp_path / "results" / "enwik8" / "study.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"rows": [row for row in content["rows"] if row["row"] != "elu"]}))
+    results_page.language_models()
+    assert "results/enwik8/study.json lacks elu: an older and smaller table is used" in capsys.readouterr().err
+    path.write_text("{oops")
+    with pytest.raises(SystemExit, match=r"results/enwik8/study\.json cannot be read"):
+        results_page.main(["--check"])
 
 
 def remove_studies(results: Path) -> None:
@@ -97,7 +110,7 @@ def test_claims_are_read_from_a_study_once_it_is_complete(results_page, tmp_path
     assert not [claim for claim in claims if claim.startswith("Performer")], "a row that failed"
     behind = claims["From random initialisation T2R is behind ELU and RFA"]
     assert behind.ours == "T2R 38.0, RFA 34.0, ELU 35.0" and behind.verdict == results_page.FAILS
-    assert ">39.0<" in results_page.picture(results_page.LIGHT)
+    assert ">46.4<" in results_page.picture(results_page.LIGHT), "of the models that were trained longest"
     page = results_page.page()
     assert "tatoeba/study.json" in page and "enwik8/study.md" in page and "45.9" not in page and page != before
 

@@ -94,3 +94,14 @@ def test_a_damaged_config_of_a_run_is_refused(tmp_path, damage):
     DAMAGES[damage](tmp_path / "config.json")
     with pytest.raises(InputError, match=str(tmp_path)):
         check_same_run(config, tmp_path, 4)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model/mine.py"])
+def test_files_of_something_else_are_not_replaced(finished, tmp_path, name):
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    path.write_text('{"model_type": "llama"}')
+    with pytest.raises(InputError, match="would be replaced"):
+        train(config_of(finished, 4), tmp_path / "run")
+    assert [found for found in (tmp_path / "run").rglob("*") if found.is_file()] == [path]
+    assert path.read_text() == '{"model_type": "llama"}'
