@@ -66,14 +66,25 @@ MANY_MAPS = tuple(
 OTHER_MAPS = ("elu", "rfa", "performer", "hybrid")
 
 
+# Tests of minutes. They go first, so that at the end no worker waits for another.
+LONGEST = (
+    "tests/test_package",
+    "tests/test_colab",
+    "tests/test_docs",
+    "tests/workflow",
+    "tests/commands/test_commands",
+)
+
+
 def pytest_collection_modifyitems(items):
-    """Marks what is slow by rule, and tests of properties, to be chosen with -m property."""
+    """Marks what is slow by rule, and tests of properties, to be chosen with -m property; sorts."""
     for item in items:
         case = getattr(item, "callspec", None)
         if case is not None and item.nodeid.startswith(MANY_MAPS) and any(name in case.id for name in OTHER_MAPS):
             item.add_marker("slow")
         if is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker("property")
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 def slow_but(cases, *quick) -> list:

@@ -62,7 +62,7 @@ def test_a_wheel_works_outside_the_clone(wheel, tmp_path):
         pytest.skip(f"{OTHER_PYTHON} is not installed")
     subprocess.run([interpreter, "-m", "venv", str(tmp_path / "env")], check=True)
     commands = tmp_path / "env" / "bin"
-    subprocess.run([commands / "python", "-m", "pip", "install", "-q", str(wheel)], check=True)
+    subprocess.run([commands / "python", "-m", "pip", "install", "-q", "--no-compile", str(wheel)], check=True)
     hidden = ("PYTHONPATH", "XLA_FLAGS", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     elsewhere = tmp_path / "elsewhere"
@@ -76,9 +76,7 @@ def test_a_wheel_works_outside_the_clone(wheel, tmp_path):
     def result(*arguments: str) -> dict:
         return json.loads(run(commands / "t2r", *arguments).stdout.splitlines()[-1])
 
-    quick = result("quickstart", "--steps=2", "--lengths=8,16", "--batch=2")
-    assert (elsewhere / quick["report"]).exists() and quick["state_bytes"]["8"] == quick["state_bytes"]["16"]
-    made = result("generate", "--model=runs/quickstart/t2r", "--prompt=Once upon a time", "--length=5")
+    made = result("generate", "--model=builtin:stories", "--prompt=Once upon a time", "--length=5")
     assert made["tokens"] <= 5 and made["text"]
     run(commands / "python", "-c", textwrap.dedent(TEN_LINES))
     # What is not installed is named, with the extra that brings it.
