@@ -10,7 +10,8 @@ VARIANT is
                   fitted to the one it replaces before the whole model is finetuned
 
 Conversions train on builtin:stories, which the transformer wrote, to give the transformer's probabilities. They are
-short, for two CPU cores; the quickstart runs both.
+short, for two CPU cores; the quickstart runs both. φ, which starts random, has ten times the learning rate of the rest:
+in so few steps that is worth much (`t2r`: perplexity 7.0 instead of 8.0).
 """
 
 from t2r.errors import InputError
@@ -36,10 +37,10 @@ def get_config(variant: str = "t2r"):
     config.convert.update(feature_map="t2r", features=32)
     config.teacher.soft = 1.0  # text that the teacher wrote says less than the probabilities it was drawn from
     config.steps = 60
-    config.optimizer.update(learning_rate=1e-3, warmup_steps=10)
+    config.optimizer.update(learning_rate=1e-3, warmup_steps=10, new_rate=10.0)
     if variant == "window":
         config.convert.update(window=64, sinks=4)
         config.steps, config.transfer.steps = 24, 12
         config.transfer.warmup_steps = 5
-        config.optimizer.update(learning_rate=3e-4, warmup_steps=5, new_rate=10.0)
+        config.optimizer.update(learning_rate=3e-4, warmup_steps=5)
     return config
