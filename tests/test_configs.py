@@ -103,8 +103,8 @@ def program_key(variant):
     """
     config = load_config(f"{CONFIGS}/{variant}")
     convert = config.convert
-    vocabulary = () if convert.feature_map else base_architecture(config)
-    return (variant.partition(":")[0], convert.feature_map, convert.keep, config.trainable, vocabulary)
+    transformer = None if convert.feature_map else base_architecture(config)
+    return (variant.partition(":")[0], convert.feature_map, convert.keep, config.trainable, transformer)
 
 
 FULL_SIZE = [variant for variant in VARIANTS if variant.startswith(("wmt", "wikitext103"))]
