@@ -131,6 +131,12 @@ def atomic_file(path: Path) -> Iterator[Path]:
             unfinished.unlink(missing_ok=True)
 
 
+def check_replaceable_json(path: Path, keys: set[str], writer: str, advice: str) -> None:
+    """Refuses a JSON file that something else wrote, as it lacks `keys`, which `writer` always writes."""
+    if os.path.lexists(path) and not read_json(path, advice).keys() >= keys:
+        raise InputError(f"{path} was not written by {writer}, and would be replaced: {advice}")
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a JSON file atomically; its folder is created if it does not exist."""
     make_folder(path.parent)

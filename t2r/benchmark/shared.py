@@ -16,7 +16,7 @@ from t2r import environment
 from t2r.console import say
 from t2r.environment import available_memory
 from t2r.errors import InputError
-from t2r.files import make_folder, output_folder, read_file, read_json, write_json, writing
+from t2r.files import check_replaceable_json, make_folder, output_folder, read_file, write_json, writing
 
 
 class Timing(NamedTuple):
@@ -179,9 +179,8 @@ class Results:
 
     def _check_foreign(self) -> None:
         """Refuses a folder whose NAME.json is of something else: it would be replaced."""
-        path, advice = self._path("json"), "choose another --output"
-        if os.path.lexists(path) and not read_json(path, advice).keys() >= {"command", "environment", "lines"}:
-            raise InputError(f"{path} was not written by this benchmark, and would be replaced: {advice}")
+        keys = {"command", "environment", "lines"}
+        check_replaceable_json(self._path("json"), keys, "this benchmark", "choose another --output")
 
     def _append(self, line: dict[str, Any]) -> None:
         if self.output is not None:

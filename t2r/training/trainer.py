@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from t2r import environment, processes
 from t2r.console import Progress, say
 from t2r.environment import running_time
 from t2r.errors import InputError, Stopped, raise_all
-from t2r.files import atomic_file, exclusive, read_json
+from t2r.files import atomic_file, check_replaceable_json, exclusive, read_json
 from t2r.layout import shardings
 from t2r.model.parameters import arrays_of, parameter_count, with_arrays
 from t2r.model.transformer import LanguageModel
@@ -87,9 +86,8 @@ def run_to_the_end(config: ConfigDict, workdir: Path, checkpoints: Checkpoints) 
 
 def check_foreign(workdir: Path) -> None:
     """Refuses a folder whose config.json or folder `model` is of something else: they would be replaced."""
-    path, advice = workdir / "config.json", "choose another workdir"
-    if os.path.lexists(path) and not read_json(path, advice).keys() >= {"steps", "optimizer", "data"}:
-        raise InputError(f"{path} was not written by a training run, and would be replaced: {advice}")
+    keys = {"steps", "optimizer", "data"}
+    check_replaceable_json(workdir / "config.json", keys, "a training run", "choose another workdir")
     model_dir.check_replaceable(workdir / "model")
 
 
