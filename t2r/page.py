@@ -17,7 +17,7 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
 table { display: block; overflow-x: auto; } /* one that is wider than the window scrolls, not the page */
-th, td { padding: .3rem .9rem; border-bottom: 1px solid #8884; text-align: right; }
+th, td { padding: .3rem .7rem; border-bottom: 1px solid #8884; text-align: right; }
 th:first-child, td:first-child { text-align: left; }
 figure { margin: 1.5rem 0; background: white; border-radius: 6px; padding: .5rem; }
 figure svg { display: block; max-width: 100%; height: auto; margin: auto; }

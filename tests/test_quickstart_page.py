@@ -59,12 +59,14 @@ def test_the_page_says_what_was_converted_what_it_cost_and_what_it_brought(tmp_p
     write_report(tmp_path / "report.html", REPORT)
     page = (tmp_path / "report.html").read_text("utf-8")
     text = words(page)
-    assert "A transformer of 3.1 million parameters that writes stories. The softmax attention of all 6 layers" in text
-    assert "120 steps of finetuning, each on 8 stories that the transformer had written itself" in text
-    assert "perplexity of 5.01 where the transformer has 4.11. With a window of exact attention, 24 steps" in text
-    assert "At 2,048 tokens, T2R writes 8.0 times as fast as the transformer, and its attention needs 1/144" in text
-    assert "with a window 4.0 times as fast, and 1/24 of the memory. At 128 tokens, T2R writes 2.0 times" in text
-    assert "how surprised the model is by held-out text; lower is better" in text and "recovered 97.8%" in text
+    assert "A transformer of 3.1 million parameters that writes stories, twice." in text
+    assert "makes the softmax attention of all 6 layers linear" in text
+    assert "T2R: 120 steps of finetuning, each on 8 stories that the transformer had written itself" in text
+    assert "perplexity of 5.01 where the transformer has 4.11. With a window: 24 steps and 4.22." in text
+    assert "After 2,048 tokens T2R writes 8.0 times as fast as the transformer, and its attention needs 1/144" in text
+    assert "with a window 4.0 times as fast, and 1/24 of the memory. After 128 tokens they write 2.0 and 1.0" in text
+    assert "times as fast, with 11% and 67% of the memory." in text
+    assert "how surprised the model is by stories that" in text and "recovered 97.8%" in text
     assert "T2R with a window, 24 steps 4.22 3.33" in text and "swapped, not finetuned 44.44 41.00" in text
     assert [text.count(f"Once upon a time This was told by {name}. <The end>") for name in STORIES] == [1] * 4
     assert "t2r convert --model=path/to/your/model" in text and "--model=runs/quickstart/window" in text

@@ -18,7 +18,8 @@ LABELS = {
     "window": "T2R with a window",
 }
 DRAWN = {"transformer": SOFTMAX, "t2r": RNN, "window": COLORS["t2r_75"]}
-NEXT = """t2r generate --model={model} --prompt="Lily found a key" --length=200 --temperature=0.7
+NEXT = """t2r generate --model={model} --prompt="Lily found a key" \\
+    --length=200 --temperature=0.7
 t2r convert --model=path/to/your/model --output=runs/mine --finetune"""
 
 
@@ -47,43 +48,61 @@ def write_report(path: Path, report: Report) -> None:
 
 
 def _introduction(report: Report) -> list[str]:
-    lengths = len(report.speeds["t2r"])
-    gains = [_gain(report, index) for index in dict.fromkeys((lengths - 1, 0))]  # the longest, and the shortest
     cost = {name: scores["perplexity"] for name, scores in report.scores.items()}
     written = "stories that the transformer had written itself"
     if not report.data.startswith("builtin:"):
         written = f"texts of {html.escape(report.data)}"
     cards = {
-        "What was converted": f"A transformer of {report.parameters / 1e6:.1f} million parameters that writes stories. "
-        f"The softmax attention of all {report.layers} layers became linear attention (T2R).",
-        "What it cost": f"{report.steps['t2r']} steps of finetuning, each on {report.stories_per_step} {written}, and "
-        f"a perplexity of {cost['t2r']:.2f} where the transformer has {cost['transformer']:.2f}. With a window of "
-        f"exact attention, {report.steps['window']} steps and {cost['window']:.2f}. All of this page took "
+        "What was converted": f"A transformer of {report.parameters / 1e6:.1f} million parameters that writes stories, "
+        f"twice. T2R (transformer to RNN) makes the softmax attention of all {report.layers} layers linear. T2R with a "
+        "window keeps it exact for the nearest tokens.",
+        "What it cost": f"T2R: {report.steps['t2r']} steps of finetuning, each on {report.stories_per_step} {written}, "
+        f"and a perplexity of {cost['t2r']:.2f} where the transformer has {cost['transformer']:.2f}. With a window: "
+        f"{report.steps['window']} steps and {cost['window']:.2f}. All of this page took "
         f"{report.seconds / 60:.0f} minutes.",
-        "What it brought": " ".join(["A state of constant size.", *gains]),
+        "What it brought": f"A state of constant size. {_gains(report)}",
     }
     return [
         "<p>A transformer remembers every token that it has read: the longer the text, the slower it writes and the "
         "more memory it needs. A recurrent network keeps a state of constant size instead. This page shows one turned "
-        "into the other: its attention was replaced, and what that broke was repaired by a little finetuning.</p>",
+        "into the other: its attention was replaced, and a little finetuning repaired most of what that broke.</p>",
         f"<div class=beside>{''.join(f'<section><h3>{k}</h3><p>{v}</p></section>' for k, v in cards.items())}</div>",
     ]
 
 
-def _gain(report: Report, index: int) -> str:
-    """Speed and memory beside the transformer's, at one of the measured lengths."""
-    old, *new = (report.speeds[name][index] for name in ("transformer", "t2r", "window"))
-    speeds = [old.step_seconds / run.step_seconds for run in new]
-    sizes = [old.state_bytes / run.state_bytes for run in new]
-    parts = [f"1/{size:.0f} of" if size >= 1.5 else f"{1 / size:.1f} times" for size in sizes]
+def _gains(report: Report) -> str:
+    """Speed and memory beside the transformer's, at the longest and at the shortest of the measured lengths."""
+    short, long = (_gain(report, index) for index in (0, -1))
+    text = (
+        f"After {long.length:,} tokens T2R writes {long.speeds[0]:.1f} times as fast as the transformer, and its "
+        f"attention needs {long.sizes[0]} of the memory; with a window {long.speeds[1]:.1f} times as fast, and "
+        f"{long.sizes[1]} of the memory."
+    )
+    if short.length == long.length:
+        return text
     return (
-        f"At {old.length:,} tokens, T2R writes {speeds[0]:.1f} times as fast as the transformer, and its attention "
-        f"needs {parts[0]} the memory; with a window {speeds[1]:.1f} times as fast, and {parts[1]} the memory."
+        f"{text} After {short.length:,} tokens they write {short.speeds[0]:.1f} and {short.speeds[1]:.1f} times as "
+        f"fast, with {short.sizes[0]} and {short.sizes[1]} of the memory."
     )
 
 
+class Gain(NamedTuple):
+    """What T2R, without and with a window, brings at one length."""
+
+    length: int
+    speeds: list[float]  # times the transformer's
+    sizes: list[str]  # of the attention state: a part of the transformer's
+
+
+def _gain(report: Report, index: int) -> Gain:
+    old, *new = (report.speeds[name][index] for name in ("transformer", "t2r", "window"))
+    parts = [run.state_bytes / old.state_bytes for run in new]
+    sizes = [f"1/{1 / part:.0f}" if part < 0.1 else f"{part:.0%}" for part in parts]
+    return Gain(old.length, [old.step_seconds / run.step_seconds for run in new], sizes)
+
+
 def _stories(report: Report) -> list[str]:
-    titles = {"transformer": "Before", "swapped": "Swapped", "t2r": "After", "window": "After"}
+    titles = {"transformer": "Before", "swapped": "Between", "t2r": "After", "window": "After, with a window"}
     cells = "".join(
         f"<div><h3>{titles[name]}<br><small>{_subject(report, name)}</small></h3>"
         f"<blockquote><b>{html.escape(report.prompt)}</b>{_lines(story)}</blockquote></div>"
@@ -91,7 +110,7 @@ def _stories(report: Report) -> list[str]:
     )
     return [
         "<h2>The same beginning, told by each model</h2>",
-        "<p>The beginning, in bold, was given; temperature 0.7, top-p 0.9, the same random seed. "
+        "<p>The beginning, in bold, was given; temperature 0.7, top-p 0.9, the same random seed; long stories are cut. "
         "The transformer is small: its sentences read well, and its stories do not always make sense.</p>",
         f"<div class=beside>{cells}</div>",
     ]
@@ -110,18 +129,20 @@ def _quality(report: Report) -> list[str]:
     return [
         "<h2>What was lost</h2>",
         table(["model", "perplexity", "recall"], rows),
-        "<p><b>Perplexity:</b> how surprised the model is by held-out text; lower is better. 4 means: as unsure of the "
-        f"next token as if it chose among 4. Finetuning T2R recovered {report.recovered:.1%} of what the swap "
-        "cost.</p>",
-        "<p><b>Recall:</b> the perplexity of a text that the model has just read once, when it comes again; 1 is a "
-        "perfect memory. The transformer that ships has not learned to repeat, so compare the others with it, not "
-        "with 1.</p>",
-        "<p><b>T2R</b> is the method of the paper: attention is linear for all tokens, and its feature map, which "
-        "starts at random, is merged into the weights after finetuning. With more steps than these few it loses less: "
+        "<p><b>Perplexity:</b> how surprised the model is by stories that it was not trained on; lower is better. 4 "
+        "means: as unsure of the next token as if it chose among 4. Finetuning T2R recovered "
+        f"{report.recovered:.1%} of what the swap cost.</p>",
+        "<p><b>Recall:</b> the perplexity of a text that the model has just read once, when it comes again; lower is "
+        "better, and 1 is a perfect memory. This transformer has not learned to repeat, so compare the others with it, "
+        "not with 1.</p>",
+        "<p><b>T2R</b> is the method of the paper named below: attention is linear for all tokens. A small function "
+        "with random weights, the feature map, replaces the exponential of softmax; it is trained with the rest, and "
+        "merged into other weights in the end. Unlike in the paper, the model learns the transformer's probabilities, "
+        "not the text alone. With more steps than these few it loses less: "
         "<code>t2r quickstart --steps=600 --workdir=runs/longer</code>.</p>",
         "<p><b>With a window</b>, attention stays exact for the last 64 tokens and the first 4, and is linear for all "
-        "others; each attention is first fitted to the one it replaces. This is what <code>t2r convert "
-        "--finetune</code> does unless told otherwise.</p>",
+        "others; before finetuning, each attention is fitted to the one that it replaces. <code>t2r convert "
+        "--finetune</code> converts like this unless told otherwise.</p>",
     ]
 
 
@@ -138,8 +159,9 @@ def _decoding(report: Report) -> list[str]:
     ]
     return [
         "<h2>What was gained</h2>",
-        f"<p>{batch} texts are generated at a time, of the lengths below. Speed is measured over the last "
-        f"{speeds['t2r'][0].steps} tokens of each length, without compilation.</p>",
+        f"<p>{batch} texts are generated at a time, of the lengths below; speed and memory are those of all {batch} "
+        f"together. Speed is measured over the last {speeds['t2r'][0].steps} tokens of each length, when everything is "
+        "compiled.</p>",
         f"<div class=beside>{''.join(f'<figure>{plot}</figure>' for plot in plots)}</div>",
         "<div class=beside>",
         f"<div><h3>Tokens per second</h3>{table(['tokens', *names], rates)}</div>",
@@ -164,8 +186,8 @@ def _next(report: Report) -> list[str]:
     return [
         "<h2>What to do next</h2>",
         "<p>Have the converted model tell another story, then convert a model of your own: a Hugging Face directory "
-        "(GPT-2, Llama, ...), a fairseq checkpoint or a GGUF file. Without <code>--data</code>, it writes its own "
-        "training text, as here.</p>",
+        "(GPT-2, Llama, ...), a fairseq checkpoint or a GGUF file. Without <code>--data</code>, your model writes "
+        "its own training text, as this one did.</p>",
         f"<pre>{html.escape(NEXT.format(model=report.models['window']))}</pre>",
         f"<p><small>Made in {report.seconds:.0f} s on {html.escape(describe(report.environment))}. "
         "Method: Kasai et al. (2021), “Finetuning Pretrained Transformers into RNNs”.</small></p>",
