@@ -40,11 +40,14 @@ def chat_tokenizer() -> Hub:
 
 
 def save_pair(folder: Path) -> tuple[Path, Path]:
-    """(RNN, transformer): random models with a chat template."""
+    """(RNN, transformer): random models with a chat template. Their greedy answers never end of themselves."""
     tokenizer, paths = chat_tokenizer(), (folder / "rnn", folder / "transformer")
     for path, spec in zip(paths, (AttentionSpec("merged", "t2r", 8), AttentionSpec())):
         config = micro(vocab_size=300, layers=1, adaptive_cutoffs=(), tied_output=False, attention=(spec,))
-        model_dir.save(path, LoadedModel(make_model(config), tokenizer, {"history": []}))
+        model = make_model(config)
+        output = model.embedding.output
+        output[...] = output[...].at[tokenizer.stop].set(0.0)  # its logit is 0, and that of some other token more
+        model_dir.save(path, LoadedModel(model, tokenizer, {"history": []}))
     return paths
 
 
