@@ -59,7 +59,7 @@ def test_the_page_says_what_was_converted_what_it_cost_and_what_it_brought(tmp_p
     write_report(tmp_path / "report.html", REPORT)
     page = (tmp_path / "report.html").read_text("utf-8")
     text = words(page)
-    assert "A transformer of 3.1 million parameters that writes stories, twice." in text
+    assert "A transformer of 3.1 million parameters that writes stories, in two ways." in text
     assert "makes the softmax attention of all 6 layers linear" in text
     assert "T2R: 120 steps of finetuning, each on 8 stories that the transformer had written itself" in text
     assert "perplexity of 5.01 where the transformer has 4.11. With a window: 24 steps and 4.22." in text

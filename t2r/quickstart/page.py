@@ -54,8 +54,8 @@ def _introduction(report: Report) -> list[str]:
         written = f"texts of {html.escape(report.data)}"
     cards = {
         "What was converted": f"A transformer of {report.parameters / 1e6:.1f} million parameters that writes stories, "
-        f"twice. T2R (transformer to RNN) makes the softmax attention of all {report.layers} layers linear. T2R with a "
-        "window keeps it exact for the nearest tokens.",
+        f"in two ways. T2R (transformer to RNN) makes the softmax attention of all {report.layers} layers linear. T2R "
+        "with a window keeps it exact for the nearest tokens.",
         "What it cost": f"T2R: {report.steps['t2r']} steps of finetuning, each on {report.stories_per_step} {written}, "
         f"and a perplexity of {cost['t2r']:.2f} where the transformer has {cost['transformer']:.2f}. With a window: "
         f"{report.steps['window']} steps and {cost['window']:.2f}. All of this page took "
