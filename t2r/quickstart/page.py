@@ -72,33 +72,29 @@ def _introduction(report: Report) -> list[str]:
 
 def _gains(report: Report) -> str:
     """Speed and memory beside the transformer's, at the longest and at the shortest of the measured lengths."""
-    short, long = (_gain(report, index) for index in (0, -1))
+    shortest, longest = (report.speeds["t2r"][index].length for index in (0, -1))
+    speeds, sizes = _gain(report, -1)
     text = (
-        f"After {long.length:,} tokens T2R writes {long.speeds[0]:.1f} times as fast as the transformer, and its "
-        f"attention needs {long.sizes[0]} of the memory; with a window {long.speeds[1]:.1f} times as fast, and "
-        f"{long.sizes[1]} of the memory."
+        f"After {longest:,} tokens T2R writes {speeds[0]} times as fast as the transformer, and its attention needs "
+        f"{sizes[0]} of the memory; with a window {speeds[1]} times as fast, and {sizes[1]} of the memory."
     )
-    if short.length == long.length:
+    if shortest == longest:
         return text
+    speeds, sizes = _gain(report, 0)
     return (
-        f"{text} After {short.length:,} tokens they write {short.speeds[0]:.1f} and {short.speeds[1]:.1f} times as "
-        f"fast, with {short.sizes[0]} and {short.sizes[1]} of the memory."
+        f"{text} After {shortest:,} tokens they write {speeds[0]} and {speeds[1]} times as fast, with {sizes[0]} and "
+        f"{sizes[1]} of the memory."
     )
 
 
-class Gain(NamedTuple):
-    """What T2R, without and with a window, brings at one length."""
-
-    length: int
-    speeds: list[float]  # times the transformer's
-    sizes: list[str]  # of the attention state: a part of the transformer's
-
-
-def _gain(report: Report, index: int) -> Gain:
+def _gain(report: Report, index: int) -> tuple[list[str], list[str]]:
+    """(speeds, sizes of the attention state) of T2R without and with a window, in units of the transformer's."""
     old, *new = (report.speeds[name][index] for name in ("transformer", "t2r", "window"))
     parts = [run.state_bytes / old.state_bytes for run in new]
-    sizes = [f"1/{1 / part:.0f}" if part < 0.1 else f"{part:.0%}" for part in parts]
-    return Gain(old.length, [old.step_seconds / run.step_seconds for run in new], sizes)
+    return (
+        [f"{old.step_seconds / run.step_seconds:.1f}" for run in new],
+        [f"1/{1 / part:.0f}" if part < 0.1 else f"{part:.0%}" for part in parts],
+    )
 
 
 def _stories(report: Report) -> list[str]:
@@ -137,8 +133,8 @@ def _quality(report: Report) -> list[str]:
         "not with 1.</p>",
         "<p><b>T2R</b> is the method of the paper named below: attention is linear for all tokens. A small function "
         "with random weights, the feature map, replaces the exponential of softmax; it is trained with the rest, and "
-        "merged into other weights in the end. Unlike in the paper, the model learns the transformer's probabilities, "
-        "not the text alone. With more steps than these few it loses less: "
+        "merged into other weights in the end. Unlike in the paper, the model learns to give the transformer's "
+        "probabilities. With more steps than these few it loses less: "
         "<code>t2r quickstart --steps=600 --workdir=runs/longer</code>.</p>",
         "<p><b>With a window</b>, attention stays exact for the last 64 tokens and the first 4, and is linear for all "
         "others; before finetuning, each attention is fitted to the one that it replaces. <code>t2r convert "

@@ -35,7 +35,7 @@ def test_two_models_race_in_a_browser(tmp_path):
                 "lanes.map(own => [...own.section.querySelectorAll('dd')].map(d => +d.textContent.replaceAll(',', '')))"
             )
             tokens, speed, seconds, state = zip(*figures)
-            # So many tokens that they do not all arrive at once, however slow the browser is: then they have no speed.
+            # So many tokens that even a slow browser does not get all at once: then they would have no speed.
             assert tokens == (600, 600) and all(x > 0 for x in (*speed, *seconds)) and min(state) >= 0
             assert page.value("lanes.map(own => own.model.kind)") == ["RNN", "transformer"]
             assert page.value("lanes.every(own => own.text.textContent.length > 0)")
