@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from t2r.analysis.models import SCRATCH, SWAPPED
+from t2r.analysis.statistics import mean_of_heads
 from t2r.plots import OTHER, RNN, SOFTMAX, styled, value_axis
 
 COLORS = {"finetuned": RNN, "finetuned, φ frozen": "#cc79a7", "only φ trained": "#e69f00", SWAPPED: OTHER}
@@ -106,7 +106,8 @@ def title(one: dict[str, Any]) -> str:
 
 def _layers(one: dict[str, Any], name: str, measure: str) -> list[float]:
     chosen = [attention[measure] for attention in one["attentions"] if attention["name"].endswith(f".{name}")]
-    return [] if None in chosen else [float(np.mean(heads)) for heads in chosen]
+    means = [mean_of_heads(heads) for heads in chosen]
+    return [] if None in means else means
 
 
 def _largest(models: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -124,7 +124,7 @@ def _heads(one: dict[str, Any]) -> str:
     return f"<details><summary>{html.escape(one['model'])}: {html.escape(one['series'])}</summary>{inner}</details>"
 
 
-def _head(values: list[float] | None, head: int) -> float | None:
+def _head(values: list[float | None] | None, head: int) -> float | None:
     return None if values is None else values[head]
 
 

@@ -81,15 +81,20 @@ def _x_log(x: Array, y: Array) -> Array:
 
 
 class AttentionStatistics(NamedTuple):
-    """What the data says about one attention; lists have a value for each head. None is what cannot be said."""
+    """What the data says about one attention; lists have a value for each head. None is what cannot be said.
+
+    A head that gives no key any weight, for any query, has a distance only.
+    """
 
     name: str  # such as `3.attention` or `3.cross`
     kind: str  # softmax, linear, windowed, merged
     distance: list[float] | None  # mean Euclidean distance to the transformer's distributions
-    kl: list[float] | None  # mean KL divergence of the distributions from the transformer's, in nats
-    entropy: list[float] | None  # in nats
-    look_back: list[float] | None  # mean distance of keys, weighted by attention, in tokens; not of cross attention
-    span: list[float] | None  # the last tokens that hold 90% of the weight; not of cross attention
+    kl: list[float | None] | None  # mean KL divergence of the distributions from the transformer's, in nats
+    entropy: list[float | None] | None  # in nats
+    # Not of cross attention: the mean distance of keys in tokens, weighted by attention; how many of the last tokens
+    # hold 90% of the weight.
+    look_back: list[float | None] | None
+    span: list[float | None] | None
     no_weight: float  # share of queries that give no key any weight
     features: FeatureUse | None  # None: softmax
 
@@ -160,8 +165,8 @@ def _statistics(
 ) -> AttentionStatistics:
     signed, crosses = bool(sums.negative.any()), name.endswith(".cross")
 
-    def mean(values: np.ndarray, count: np.ndarray, *, known: bool) -> list[float] | None:
-        return (values / np.maximum(count, 1)).tolist() if known else None
+    def mean(totals: np.ndarray, counts: np.ndarray, *, known: bool) -> list[float | None] | None:
+        return [float(total / count) if count else None for total, count in zip(totals, counts)] if known else None
 
     return AttentionStatistics(
         name,
@@ -179,16 +184,23 @@ def _statistics(
 MEASURES = ("distance", "kl", "entropy", "look_back", "span")
 
 
+def mean_of_heads(values: list[float | None] | None) -> float | None:
+    """The mean over the heads of one attention of which a measure is known; None if there are none."""
+    known = [value for value in values or () if value is not None]
+    return float(np.mean(known)) if known else None
+
+
 def averages(statistics: Iterable[AttentionStatistics], name: str = "attention") -> dict[str, Any]:
     """Means over heads and layers of the causal attention, or of the cross attention with name="cross".
 
-    A measure that is unknown for one layer has no mean. `dead` is a share of all features, `clamped` of normalisers.
+    Heads for which a measure is unknown do not count; if it is unknown for a whole layer, there is no mean. `dead` is a
+    share of all features, `clamped` of normalisers.
     """
     chosen = [one for one in statistics if one.name.endswith(f".{name}")]
     result: dict[str, Any] = {}
     for measure_name in MEASURES:
-        values = [getattr(one, measure_name) for one in chosen]
-        result[measure_name] = None if None in values else float(np.mean(values))
+        layers = [mean_of_heads(getattr(one, measure_name)) for one in chosen]
+        result[measure_name] = None if None in layers else float(np.mean(layers))
     used = [one.features for one in chosen if one.features is not None]
     result["dead"] = sum(use.dead for use in used) / sum(use.features for use in used) if used else None
     clamped = [use.clamped for use in used if use.clamped is not None]

@@ -24,13 +24,13 @@ from t2r.normalizer import Normalizer
 class Features(NamedTuple):
     """φ(x) = values · exp(log_scale).
 
-    A map that exponentiates puts the largest exponent of each key and head into `log_scale`, and `linear.py` carries a
-    running maximum of it, so that nothing overflows. Other maps leave it None. Queries never need it: a scale that is
-    common to all features of a query cancels in the normalised output.
+    A map that exponentiates puts the largest exponent of each query, or key, and head into `log_scale`, and `linear.py`
+    carries a running maximum of the keys', so that nothing overflows. Other maps leave it None. That of a query cancels
+    in the normalised output of linear attention; beside exact attention it does not, so `windowed.py` uses it.
     """
 
     values: Array  # (b, n, g, r, k) for queries, (b, m, g, k) for keys
-    log_scale: Float[Array, "b m g"] | None = None
+    log_scale: Array | None = None  # (b, n, g, r) for queries, (b, m, g) for keys; float32
 
 
 class Constant(nnx.Variable):
@@ -131,8 +131,8 @@ class RfaFixed(Rfa):
 class Performer(nnx.Module):
     """Choromanski et al. (2021), FAVOR+: positive orthogonal random features of the softmax kernel.
 
-    φ(x) = k^-½ · exp(W x − ‖x‖²/2) with x scaled by d^-¼. The largest exponent of each key goes to `log_scale`, so that
-    S and z are relative to a running maximum: exact, causal, and without overflow.
+    φ(x) = k^-½ · exp(W x − ‖x‖²/2) with x scaled by d^-¼. The largest exponent goes to `log_scale`, so that S and z are
+    relative to a running maximum: exact, causal, and without overflow.
     """
 
     # The features are positive, so the clamp only prevents a division by zero after an underflow. The gradient divides
@@ -151,7 +151,7 @@ class Performer(nnx.Module):
         # The attention output does not depend on this maximum, so no gradient has to flow through it.
         largest = jax.lax.stop_gradient(exponent.max(-1))
         values = jnp.exp(exponent - largest[..., None]).astype(x.dtype)
-        return Features(values, None if is_query else largest)
+        return Features(values, largest)
 
 
 def _norm(x: Array) -> Array:

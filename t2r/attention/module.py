@@ -322,6 +322,8 @@ class LinearAttention(_Linear, _Projected):
         width, head_dim, tokens = x.shape[-1], self.shape.head_dim, x.shape[0] * x.shape[1]
         if not self.mergeable or not isinstance(tokens, int):  # the batch size of exported programs is symbolic
             return False
+        if not isinstance(self.query, nnx.LinearGeneral):
+            return False  # stored for decoding, maybe in 8 bits, which round otherwise if merged: prompts as steps
         features = self.feature_map.weight.shape[1]
         # Operations per head.
         unmerged_per_token, merged_per_token = width * head_dim + head_dim * features, width * features

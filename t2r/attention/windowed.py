@@ -398,7 +398,8 @@ def _attend(
     near, far, out = weights.sum(-1), 0.0, 0.0
 
     scale = _distant_scale(past, distant, features)
-    log_mix = jnp.moveaxis(q.mix, 1, 2)
+    log_mix = q.mix if q.features.log_scale is None else q.mix + q.features.log_scale
+    log_mix = jnp.moveaxis(log_mix, 1, 2)
     log_mix = log_mix if scale is None else log_mix + scale[..., None]
     mix = jnp.exp(jnp.minimum(log_mix - largest, LARGEST))
     if distant is not None:

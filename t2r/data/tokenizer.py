@@ -420,6 +420,20 @@ def prompt_ids(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     return [tokenizer.end, *ids] if tokenizer.begins or not ids else ids
 
 
+def continuation_prefix(tokenizer: Tokenizer, last: int | None = None) -> list[int]:
+    """Ids that `decode_after` needs for a continuation of the token `last`: those of a letter.
+
+    Tokenizers such as Llama's drop the space before the first word of a text, which a continuation needs. There are no
+    such ids after `end`, where a text begins, and for tokenizers that have a separator.
+    """
+    return [] if tokenizer.separator or last == tokenizer.end else tokenizer.encode("a")
+
+
+def decode_after(tokenizer: Tokenizer, prefix: list[int], ids: Sequence[SupportsIndex]) -> str:
+    """The text that these ids add to that of the prefix."""
+    return tokenizer.decode([*prefix, *ids])[len(tokenizer.decode(prefix)) :]
+
+
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer in a folder; its file name tells its kind."""
     for kind in KINDS:

@@ -127,16 +127,20 @@ def read_chunk(graph, arrays, state: DecodeState, tokens: Array, mask: Array) ->
 
 
 def step(model: Any, generation: Generation, sampling: Sampling, end: StopIds) -> Generation:
-    """One decoding step. Sequences that are done repeat the (first) stop token, and their state does not change."""
+    """One decoding step. Sequences that are done repeat their stop token, and their state does not change.
+
+    Nor does the random key, once all are done: then nothing depends on how many more steps there were.
+    """
     stops = stop_tuple(end)
     hidden, state = model(generation.last[:, None], state=generation.state, mask=~generation.done[:, None])
     key = jax.random.wrap_key_data(generation.key)
     if sampling.temperature or sampling.never:
-        key, step_key = jax.random.split(key)
+        next_key, step_key = jax.random.split(key)
         token = choose(model.logits(hidden[:, -1]), sampling, step_key)
+        key = jnp.where(generation.done.all(), key, next_key)
     else:
         token = model.greedy_token(hidden[:, -1])
-    token = jnp.where(generation.done, stops[0], token)
+    token = jnp.where(generation.done, generation.last, token)
     stopped = functools.reduce(jnp.logical_or, [token == stop for stop in stops])
     return Generation(state, token, generation.done | stopped, jax.random.key_data(key))
 

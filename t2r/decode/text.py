@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from t2r.console import Progress
-from t2r.data.tokenizer import Tokenizer, prompt_ids, stop_ids
+from t2r.data.tokenizer import Tokenizer, continuation_prefix, decode_after, prompt_ids, stop_ids
 from t2r.decode.generate import Generation, append_prompts, generate_tokens, prefill, truncate_at_stop
 from t2r.decode.sampling import Sampling
 from t2r.decode.state_file import load_generation, save_generation
@@ -18,6 +18,7 @@ from t2r.store.model_dir import LoadedModel
 MOST_TOKENS = 2**31 - 1  # positions are int32
 SEPARATOR = "\n<|endoftext|>\n"  # between the texts of a file
 SEGMENT = 64  # tokens per compiled loop, when nobody reads along
+_SEEDS_APART = 0x9E3779B1  # odd, and 2**32 by the golden ratio: its multiples are far apart in 32 bits
 _WINDOW = 32  # tokens that a stream decodes again with each new one, since a character may be of several tokens
 
 
@@ -62,8 +63,9 @@ def generate_text(
         check_output_file(Path(save_state))
     generation = _begin(loaded, prompts, length, seed, load_state)
     stops = stop_ids(tokenizer)
+    prefixes = [continuation_prefix(tokenizer, last) for last in generation.last.tolist()]
     single = len(generation.done) == 1
-    stream = TextStream(tokenizer, stops, on_text) if single and on_text else None
+    stream = TextStream(tokenizer, stops, on_text, prefixes[0]) if single and on_text else None
     began = running_time()
     generation, sequences = generate_tokens(
         model,
@@ -79,7 +81,8 @@ def generate_text(
         stream.close()
     if save_state:
         save_generation(Path(save_state), generation, model)
-    return GeneratedText([tokenizer.decode(ids) for ids in sequences], sum(map(len, sequences)), seconds, generation)
+    texts = [decode_after(tokenizer, prefix, ids) for prefix, ids in zip(prefixes, sequences)]
+    return GeneratedText(texts, sum(map(len, sequences)), seconds, generation)
 
 
 def write_texts(
@@ -98,8 +101,10 @@ def write_texts(
     A text that has not ended after `length` tokens is left out: cut off, it would teach a model to stop anywhere.
     """
     check_output_file(path)
+    check_seed(seed)
     tokenizer = loaded.tokenizer
     texts, tokens, seconds = [], 0, 0.0
+    seed = seed * _SEEDS_APART % 2**32  # each batch of texts has the next one: files of two seeds share none
     with Progress("texts", count) as progress:
         while len(texts) < count:
             # As many each time, whatever `count` is: the first texts of a longer file are those of a shorter one.
@@ -113,7 +118,8 @@ def write_texts(
             if not ended:
                 raise InputError(f"none of {batch} texts ended within length={length} tokens: raise the length")
             ended = ended[: count - len(texts)]
-            texts, tokens, seconds, seed = [*texts, *ended], tokens + made.tokens, seconds + made.seconds, seed + 1
+            texts, tokens, seconds = [*texts, *ended], tokens + made.tokens, seconds + made.seconds
+            seed = (seed + 1) % 2**32
             progress.advance(len(ended))
     content = (SEPARATOR.join(texts) + "\n").encode()
     with atomic_file(path) as unfinished:
@@ -139,11 +145,22 @@ def _begin(
 
 
 class TextStream:
-    """Calls `on_text` with new text as tokens arrive; holds back a character whose bytes are not complete yet."""
+    """Calls `on_text` with new text as tokens arrive; holds back a character whose bytes are not complete yet.
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[int, ...], on_text: Callable[[str], None]):
+    `prefix` is that of `continuation_prefix`; a text that continues nothing has none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: tuple[int, ...],
+        on_text: Callable[[str], None],
+        prefix: Sequence[int] = (),
+    ):
         self._tokenizer, self._stops, self._on_text = tokenizer, stops, on_text
-        self._ids, self._shown = [], 0  # the last tokens, and how many characters of their text were shown
+        # The last tokens, and how many characters of their text were shown or are the prefix's.
+        self._ids = list(prefix)
+        self._shown = len(tokenizer.decode(self._ids))
 
     def __call__(self, tokens) -> None:
         self._ids += truncate_at_stop([int(token) for token in tokens[0]], self._stops)

@@ -162,7 +162,8 @@ def _windowed(spec: AttentionSpec, per_group: int) -> list[str]:
     """Exact attention to the slots, linear attention to the keys that have left them."""
     turn = f"{spec.sinks} + (count − {spec.sinks}) mod {spec.window}"
     slot = f"count if count < {spec.sinks}, else {turn}" if spec.sinks else turn
-    scale = " + log_scale[g]" if spec.feature_map == "performer" else ""  # φ(k) is divided by its exponential
+    # What φ(q) and φ(k) are divided by.
+    scale = " + max e(q[h]) + log_scale[g]" if spec.feature_map == "performer" else ""
     r = "0" if per_group == 1 else f"h mod {per_group}"
     return [
         f"i = {slot}; if count ≥ {spec.sinks + spec.window}, the key k' and value v' in slot i of the caches leave it:",

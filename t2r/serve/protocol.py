@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from t2r.data.chat_template import content_text
-from t2r.data.tokenizer import prompt_ids
+from t2r.data.tokenizer import continuation_prefix, decode_after, prompt_ids
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError
 from t2r.serve.problem import Problem
@@ -287,10 +287,12 @@ class Writer:
         shown = self._asked.log_probs
         if shown is None:
             return None
-        text = lambda token: self._tokenizer.decode([token])  # noqa: E731
+        prefix = continuation_prefix(self._tokenizer)
+        text_of = lambda ids: decode_after(self._tokenizer, prefix, ids)  # noqa: E731
+        text = lambda token: text_of([token])  # noqa: E731
         if self._asked.kind == "completion":
             tops = [{text(t): p for t, p in entry.likeliest[:shown]} for entry in choice.log_probs]
-            offsets = [len(self._tokenizer.decode(choice.tokens[:i])) for i in range(len(choice.tokens))]
+            offsets = [len(text_of(choice.tokens[:i])) for i in range(len(choice.tokens))]
             return {
                 "tokens": [text(token) for token in choice.tokens],
                 "token_logprobs": [entry.chosen for entry in choice.log_probs],

@@ -12,7 +12,7 @@ import jax
 
 from t2r.console import say
 from t2r.data.chat_template import ChatTemplate, find_template
-from t2r.data.tokenizer import Tokenizer, stop_ids
+from t2r.data.tokenizer import Tokenizer, continuation_prefix, stop_ids
 from t2r.decode.text import check_language_model
 from t2r.errors import InputError
 from t2r.files import make_folder
@@ -164,8 +164,10 @@ class _Answering:
     def __init__(self, asked: Asked, tokenizer: Tokenizer, stops: tuple[int, ...]):
         self._asked, self._stops, self._open = asked, stops, {}
         for request in asked.requests:
+            # The answer in a conversation is a text of its own.
+            prefix = [] if asked.kind == "chat" else continuation_prefix(tokenizer, request.ids[-1])
             for choice in range(request.choices):
-                self._open[request, choice] = len(self._open), AnswerText(tokenizer, stops, asked.stop)
+                self._open[request, choice] = len(self._open), AnswerText(tokenizer, stops, asked.stop, prefix)
         self._echo = dict(enumerate(text for text, r in zip(asked.echo, asked.requests) for _ in range(r.choices)))
 
     @property

@@ -9,8 +9,14 @@ from t2r.decode.text import TextStream
 class AnswerText:
     """The text of one answer. What may be the beginning of a stop string is held back until that is decided."""
 
-    def __init__(self, tokenizer: Tokenizer, stop_tokens: tuple[int, ...], stop_strings: tuple[str, ...] = ()):
-        self._stream = TextStream(tokenizer, stop_tokens, self._receive)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_tokens: tuple[int, ...],
+        stop_strings: tuple[str, ...] = (),
+        prefix: Sequence[int] = (),
+    ):
+        self._stream = TextStream(tokenizer, stop_tokens, self._receive, prefix)
         self._stops, self._held, self._ready = stop_strings, "", []
         self.stopped = False  # a stop string has come; nothing more follows
 

@@ -9,7 +9,7 @@ import pytest
 
 from t2r.analysis.attention_maps import attention_maps
 from t2r.analysis.features import feature_use
-from t2r.analysis.statistics import LEAST_WEIGHT, averages, measure, sums_of
+from t2r.analysis.statistics import LEAST_WEIGHT, averages, mean_of_heads, measure, sums_of
 from t2r.batch import PADDING, Batch
 from t2r.conversion.swap import swap
 from tests.conftest import make_model, micro, micro_mt, random_tokens
@@ -73,6 +73,20 @@ def test_a_model_is_measured_as_its_maps_say():
     assert measured[0].features.clamped == pytest.approx(use["0.attention"].clamped)
     mean = averages(measured)
     assert mean["distance"] == pytest.approx(distances.mean(), rel=1e-4) and 0 <= mean["dead"] <= 1
+
+
+def test_a_head_that_gives_no_weight_has_a_distance_only():
+    """Where relu is 0 for all keys of one head; the other head alone counts in means."""
+    transformer = make_model(micro(layers=1, adaptive_cutoffs=()))
+    model = swap(transformer, features=4)
+    bias = model.blocks[0].attention.feature_map.bias
+    bias[...] = bias[...].at[0].set(-1e6)
+    (measured,) = measure(model, [Batch(random_tokens(2, 9))], transformer=transformer)
+    for values in (measured.entropy, measured.kl, measured.look_back, measured.span):
+        assert values[0] is None and values[1] is not None
+        assert mean_of_heads(values) == pytest.approx(np.mean([value for value in values[1:] if value is not None]))
+    assert measured.distance[0] > 0 and averages([measured])["entropy"] == mean_of_heads(measured.entropy)
+    assert averages([measured._replace(entropy=[None] * 4)])["entropy"] is None
 
 
 def test_a_transformer_is_at_no_distance_from_itself():

@@ -98,13 +98,15 @@ def test_all_forms_agree_in_value_and_gradient(name, case):
         assert error(gradient, expected_gradient) < 1e-4
 
 
+def features(phi: Features) -> np.ndarray:
+    """φ(x) itself, in float64."""
+    scale = 0.0 if phi.log_scale is None else np.asarray(phi.log_scale, np.float64)[..., None]
+    return np.asarray(phi.values, np.float64) * np.exp(scale)
+
+
 def equation(inputs: Inputs) -> np.ndarray:
     """The equation of the module's docstring, as a loop over queries in float64."""
-    keys = inputs.phi(jnp.asarray(inputs.k), is_query=False)
-    fq = np.asarray(inputs.phi(jnp.asarray(inputs.q), is_query=True).values, np.float64)
-    fk = np.asarray(keys.values, np.float64)
-    if keys.log_scale is not None:
-        fk = fk * np.exp(np.asarray(keys.log_scale, np.float64))[..., None]
+    fq, fk = (features(inputs.phi(jnp.asarray(x), is_query=is_q)) for x, is_q in ((inputs.q, True), (inputs.k, False)))
     q, k, v = (np.asarray(x, np.float64) for x in (inputs.q, inputs.k, inputs.v))
     mask = np.ones(v.shape[:2], bool) if inputs.mask is None else inputs.mask
     out = np.zeros(q.shape)

@@ -154,7 +154,7 @@ def test_an_exported_language_model_equals_the_original(kind, tmp_path, tokenize
     if kind == "windowed":
         page = (out / "README.md").read_text()
         assert "linear attention in all layers, exact for a window of the last tokens in layers 0–1" in page
-        for scale in ("", " + log_scale[g]"):  # of T2R, whose φ has no scale, and of Performer
+        for scale in ("", " + max e(q[h]) + log_scale[g]"):  # of T2R, whose φ has no scale, and of Performer
             mixture = f"mixture.weight[g, h mod 2] + mixture.bias[g, h mod 2]{scale} − m, 30)"
             assert page.count(mixture) == 1
     if kind == "rotary":
@@ -206,6 +206,9 @@ class DocumentedWindow(DocumentedT2r):
         self.u, self.bias = weights["mixture.weight"][0], weights["mixture.bias"][0]
         self.slots, self.count = {}, 0
 
+    def log_scale_of_query(self, q):
+        return 0.0
+
     def __call__(self, q, k, v):
         slot = self.count if self.count < 1 else 1 + (self.count - 1) % 3
         if self.count >= 4:
@@ -216,7 +219,8 @@ class DocumentedWindow(DocumentedT2r):
         scores, features, out = q @ keys.T / 4, self.features_of_query(q), []
         for h in range(2):
             near = np.exp(scores[h] - scores[h].max())
-            w = np.exp(min(q[h] @ self.u[h] + self.bias[h] + self.log_scale - scores[h].max(), 30))
+            scale = self.log_scale_of_query(q[h]) + self.log_scale
+            w = np.exp(min(q[h] @ self.u[h] + self.bias[h] + scale - scores[h].max(), 30))
             total = near.sum() + w * max(features[h] @ self.z, 0)
             out.append((near @ values + w * features[h] @ self.S) / total)
         return np.array(out)
@@ -234,6 +238,9 @@ class DocumentedPerformerWindow(DocumentedWindow):
     def exponents(self, a):
         a = a / 2
         return a @ self.directions.T - (a**2).sum(-1, keepdims=True) / 2 - np.log(8) / 2
+
+    def log_scale_of_query(self, q):
+        return self.exponents(q).max()
 
     def features_of_query(self, q):
         return np.exp(self.exponents(q) - self.exponents(q).max(-1, keepdims=True))

@@ -16,6 +16,8 @@ from t2r.data.tokenizer import (
     Pieces,
     SentencePiece,
     Words,
+    continuation_prefix,
+    decode_after,
     load_tokenizer,
     train_tokenizer,
 )
@@ -35,6 +37,20 @@ def test_subwords_are_lossless(text):
 @pytest.mark.parametrize("text", ["  two  spaces\n\n\tand a tab \n", "ünïcödé 漢字 🎉", "</s> <unk> literally"])
 def test_subwords_preserve_white_space_and_any_character(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+@pytest.mark.parametrize("first", ["sentences", "documents"])
+def test_a_continuation_keeps_its_first_space(first):
+    """Tokenizers that put a space before a text drop it again, which only a beginning must lose."""
+    tokenizer = SentencePiece.train(PROSE, 300, sentences=first == "sentences")
+    ids = tokenizer.encode("The old clerk counts lamps")
+    for cut in range(1, len(ids)):
+        prompt, after = ids[:cut], ids[cut:]
+        prefix = continuation_prefix(tokenizer, prompt[-1])
+        assert tokenizer.decode(prompt) + decode_after(tokenizer, prefix, after) == "The old clerk counts lamps"
+    assert continuation_prefix(tokenizer, tokenizer.end) == []
+    assert decode_after(tokenizer, [], ids) == "The old clerk counts lamps", "what begins a text has no such space"
+    assert continuation_prefix(Words.train(PROSE, 0), 5) == []
 
 
 def test_documents_end_in_the_end_token():

@@ -111,6 +111,21 @@ def test_sequences_stop_at_the_stop_token_and_the_others_continue():
     assert first == sequences[:1]
 
 
+def test_what_is_kept_after_the_last_stop_does_not_depend_on_how_many_steps_ran():
+    """Each sequence keeps the stop token that it chose, and the random key is the same, however long segments are."""
+    model, sampling = model_of("merged"), Sampling(temperature=1.0)
+    start = lambda: prefill(model, [prompt(3), prompt(3, 1)], 40, seed=1)  # noqa: E731
+    _, free = generate_tokens(model, start(), 12, end=NO_STOP, sampling=sampling)
+    stops = next((a, b) for a in free[0] for b in free[1] if a not in free[1] and b not in free[0])
+    kept = [
+        generate_tokens(model, start(), 40, end=stops, sampling=sampling, segment=segment)[0] for segment in (1, 3, 40)
+    ]
+    assert kept[0].last.tolist() == list(stops) and kept[0].done.all()
+    for other in kept[1:]:
+        assert other.last.tolist() == kept[0].last.tolist() and (other.key == kept[0].key).all()
+        assert error(other.state, kept[0].state) == 0
+
+
 @pytest.mark.parametrize("kind", slow_but(["softmax", "merged", "windowed"], "softmax", "merged"))
 def test_the_state_of_a_finished_sequence_does_not_change(kind):
     """When a prompt is appended, it continues as if it had been alone in the batch."""
@@ -260,6 +275,9 @@ def test_a_file_of_texts_has_those_that_ended(tmp_path, saved_lm):
     assert texts == made.texts and len(texts) == 5 and all(text.startswith("The") for text in texts)
     write_texts(loaded, tmp_path / "two.txt.gz", 2, 64, **options)
     assert gzip.decompress((tmp_path / "two.txt.gz").read_bytes()).decode() == SEPARATOR.join(texts[:2]) + "\n"
+    many = [write_texts(loaded, tmp_path / f"{seed}.txt", 40, 64, seed=seed, **options).texts for seed in (0, 1)]
+    first, second = ({text for text in texts if len(text) > 30} for texts in many)  # short ones may be alike
+    assert first and not first & second, "files of seeds that follow each other share no texts"
     all_of_a_batch = generate_text(loaded, ["The"] * 16, 64, sampling=Sampling(1.0))
     ended = [text for text, done in zip(all_of_a_batch.texts, all_of_a_batch.generation.done.tolist()) if done]
     assert 0 < len(ended) < 16 and texts[: len(ended)] == [("The" + text).strip() for text in ended][:5]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from conftest import WINDOW, make_model, micro, micro_mt
+from conftest import WINDOW, error, make_model, micro, micro_mt, random_tokens
 from t2r.batch import PADDING
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
@@ -70,6 +70,17 @@ def test_8_bit_matrices_are_nearly_the_same_model(name):
     assert 1e-4 < deviation < 0.05  # rounded, but to one part in 127 of the largest of each row
     arrays = jax.tree.leaves(nnx.state(for_decoding(model, "int8")))
     assert {array.dtype for array in arrays if array.ndim > 1} >= {jnp.dtype("int8")}
+
+
+def test_prompts_are_read_with_the_rounded_matrices_that_steps_have():
+    """T2R that is not merged, with so many tokens that merging would be cheaper: merged matrices round otherwise."""
+    model = for_decoding(swap(make_model(micro(vocab_size=300)), features=2), "int8")
+    tokens = random_tokens(2, 200)
+    whole = jax.jit(lambda tokens: model(tokens, state=model.init_state(2, 200))[1])(tokens)
+    step = jax.jit(lambda state, token: (model(token[:, None], state=state)[1], None))
+    state, _ = jax.lax.scan(step, model.init_state(2, 200), jnp.asarray(tokens).T)
+    for prompt, steps in zip(whole.layers, state.layers):
+        assert error(prompt, steps) < 1e-4
 
 
 def test_rounding_is_to_the_nearest_of_255_values():

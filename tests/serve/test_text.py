@@ -2,7 +2,7 @@
 
 import pytest
 
-from t2r.data.tokenizer import SentencePiece
+from t2r.data.tokenizer import SentencePiece, continuation_prefix
 from t2r.serve.text import AnswerText
 from tests.conftest import PROSE
 
@@ -35,6 +35,13 @@ def test_tokens_that_come_together_are_the_same_text(bytes_and_words):
     parts = [answer.add(ids[first : first + 7]) for first in range(0, len(ids), 7)]
     assert "".join([*parts, answer.close()]) == text
     assert not any("\ufffd" in part for part in parts)
+
+
+def test_an_answer_that_continues_a_text_keeps_its_first_space():
+    tokenizer = SentencePiece.train(PROSE, 300, sentences=True)
+    answer = AnswerText(tokenizer, (tokenizer.stop,), (), continuation_prefix(tokenizer, 5))
+    shown = [answer.add([token]) for token in tokenizer.encode("counts lamps")]
+    assert "".join([*shown, answer.close()]) == " counts lamps" and shown[0].startswith(" ")
 
 
 @pytest.mark.parametrize(

@@ -110,18 +110,20 @@ class T2RCache:
         return sum(x.numel() * x.element_size() for state in self.layers for x in leaves(state))
 
 
-# Feature maps: each returns φ(x) / exp(log_scale) and log_scale, which is 0 unless φ exponentiates.
+# Feature maps: each returns φ(x) / exp(log_scale) and log_scale, which is 0 unless φ exponentiates. That of a query
+# cancels in the normalised output of linear attention; beside exact attention it does not.
 
 
 class FeatureMap(nn.Module):
-    """φ(q) of queries (b, n, g, r, d), and φ(k) of keys (b, m, g, d) with its log_scale (b, m, g)."""
+    """φ(q) of queries (b, n, g, r, d) and φ(k) of keys (b, m, g, d); log_scale is (b, n, g, r) and (b, m, g)."""
 
     def queries(self, q):
-        return self.features(q * self.query_scale, is_query=True)
+        features = self.features(q * self.query_scale, is_query=True)
+        return features, features.new_zeros(features.shape[:-1])
 
     def keys(self, k):
         features = self.features(k, is_query=False)
-        return features, features.new_zeros(features.shape[:3])
+        return features, features.new_zeros(features.shape[:-1])
 
     query_scale = 1.0
 
@@ -180,28 +182,20 @@ class RfaFeatures(FeatureMap):
 
 
 class PerformerFeatures(FeatureMap):
-    """Choromanski et al. (2021): φ(x) = k^-½ · exp(W x − ‖x‖²/2) with x scaled by d^-¼.
-
-    The largest exponent of each key is its log_scale; that of a query cancels in the normalised output.
-    """
+    """Choromanski et al. (2021): φ(x) = k^-½ · exp(W x − ‖x‖²/2) x scaled by d^-¼; log_scale: largest exponent."""
 
     def __init__(self, heads, head_dim, features):
         super().__init__()
         self.directions = nn.Parameter(torch.randn(heads, features, head_dim), requires_grad=False)
 
-    def exponents(self, x):
+    def queries(self, x):
         x = x.float() * x.shape[-1] ** -0.25
         exponents = torch.einsum("bng...d,gkd->bng...k", x, self.directions.float())
-        return exponents - 0.5 * (x * x).sum(-1, keepdim=True) - 0.5 * math.log(exponents.shape[-1])
-
-    def queries(self, q):
-        exponents = self.exponents(q)
-        return (exponents - exponents.amax(-1, keepdim=True)).exp()
-
-    def keys(self, k):
-        exponents = self.exponents(k)
+        exponents = exponents - 0.5 * (x * x).sum(-1, keepdim=True) - 0.5 * math.log(exponents.shape[-1])
         largest = exponents.amax(-1)
         return (exponents - largest[..., None]).exp(), largest
+
+    keys = queries
 
     def normalise(self, denominator):
         return denominator.clamp(min=1e-15)
@@ -415,7 +409,7 @@ class LinearAttention(Attention):
         return torch.where(mask[..., None, None], k, 0), torch.where(mask[..., None], log_scale, LOWEST)
 
     def forward(self, x, positions, mask, state):
-        q, v = self.feature_map.queries(self.queries(x, positions)), self.values(x)
+        (q, _), v = self.feature_map.queries(self.queries(x, positions)), self.values(x)
         (k, log_scale), normalise = self.key_features(x, mask, positions), self.feature_map.normalise
         if x.shape[1] == 1:  # the RNN
             state = update(state, k, log_scale, v)
@@ -431,7 +425,7 @@ class LinearAttention(Attention):
         return update(empty, *self.key_features(source, mask, positions), self.values(source))
 
     def read_state(self, x, state, positions=None):
-        q = self.feature_map.queries(self.queries(x, positions))
+        q, _ = self.feature_map.queries(self.queries(x, positions))
         return self.finish(read(state, q, self.feature_map.normalise))
 
 
@@ -471,7 +465,8 @@ class WindowedAttention(Attention):
 
     def forward(self, x, positions, mask, state):
         q, k, v = self.queries(x, positions), self.keys(x, positions), self.values(x)
-        arrays = (q * self.head_dim**-0.5, self.feature_map.queries(q), self.mixture(q), k, v, mask)
+        features, log_scale = self.feature_map.queries(q)
+        arrays = (q * self.head_dim**-0.5, features, self.mixture(q) + log_scale, k, v, mask)
         step, outs = self.step if x.shape[1] == 1 else self.chunk, []
         for chunk in zip(*(array.split(CHUNK, 1) for array in arrays)):
             out, state = step(*chunk, state)
