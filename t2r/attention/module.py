@@ -18,11 +18,11 @@ from t2r.attention import linear, softmax, windowed
 from t2r.attention.feature_map import T2R, Features, feature_map_class
 from t2r.attention.linear import LinearState
 from t2r.attention.rotary import Rotary, rotate
-from t2r.attention.softmax import KVCache
+from t2r.attention.softmax import BeamCache, KVCache
 from t2r.attention.windowed import WindowedState
 from t2r.errors import InputError
 
-State = KVCache | LinearState | WindowedState
+State = KVCache | BeamCache | LinearState | WindowedState
 _xavier = nnx.initializers.xavier_uniform()
 
 
@@ -162,11 +162,11 @@ class SoftmaxAttention(_Projected):
         self,
         x: Float[Array, "b n width"],
         *,
-        state: KVCache | None = None,
+        state: KVCache | BeamCache | None = None,
         mask: Bool[Array, "b n"] | None = None,
         positions: Int[Array, "b n"] | None = None,
         key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "b n width"], KVCache | None]:
+    ) -> tuple[Float[Array, "b n width"], KVCache | BeamCache | None]:
         q, k, v = self.queries(x, positions), self.keys(x, positions), self.value(x)
         shape, dropout_options = self.shape, dict(dropout=self.shape.dropout, key=key)
         if state is None:
@@ -190,9 +190,12 @@ class SoftmaxAttention(_Projected):
         return self._by_head(softmax.weights(q, k, mask[:, None, :], self.shape.query_scale))
 
     def attend_cached(
-        self, q: Array, k: Array, v: Array, state: KVCache, mask: Array | None, **dropout_options: Any
-    ) -> tuple[Float[Array, "b n g r d"], KVCache]:
+        self, q: Array, k: Array, v: Array, state: KVCache | BeamCache, mask: Array | None, **dropout_options: Any
+    ) -> tuple[Float[Array, "b n g r d"], KVCache | BeamCache]:
         """Appends the keys and values to the cache, then attends to all of it; both are returned."""
+        if isinstance(state, BeamCache):
+            state = softmax.append_beams(state, k, v)
+            return softmax.attend_beams(q, state, self.shape.query_scale, self.shape.window), state
         state = softmax.append(state, k, v, mask)
         options = dict(window=self.shape.window, **dropout_options)
         return softmax.attend_cache(q, state, self.shape.query_scale, **options), state

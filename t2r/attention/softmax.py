@@ -37,6 +37,11 @@ class KVCache(NamedTuple):
         valid = jnp.zeros((batch, capacity), bool)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), valid, jnp.zeros((), jnp.int32))
 
+    @property
+    def room(self) -> int:
+        """The tokens of a sequence, or steps, that it has slots for."""
+        return self.valid.shape[1]
+
 
 def cache_of(k: Array, v: Array, mask: Bool[Array, "b m"] | None = None) -> KVCache:
     """A full cache of one whole sequence, with no free slots."""
@@ -45,7 +50,7 @@ def cache_of(k: Array, v: Array, mask: Bool[Array, "b m"] | None = None) -> KVCa
 
 
 def append(cache: KVCache, k: Array, v: Array, mask: Bool[Array, "b m"] | None = None) -> KVCache:
-    """Writes keys and values into the next slots, which must exist: see `grow`."""
+    """Writes keys and values into the next slots, which must exist: see `resized`."""
     mask = jnp.ones(k.shape[:2], bool) if mask is None else mask
     start = cache.index
     if start.ndim:  # what does not fit into the cache is dropped
@@ -61,12 +66,76 @@ def append(cache: KVCache, k: Array, v: Array, mask: Bool[Array, "b m"] | None =
     )
 
 
-def grow(cache: KVCache, capacity: int) -> KVCache:
-    """The cache with a capacity of at least `capacity` tokens in all."""
-    extra = (0, max(0, capacity - cache.valid.shape[1]))
-    padding = [(0, 0), (0, 0), extra, (0, 0)]
-    valid = jnp.pad(cache.valid, [(0, 0), extra])
-    return KVCache(jnp.pad(cache.k, padding), jnp.pad(cache.v, padding), valid, cache.index)
+class BeamCache(NamedTuple):
+    """The keys and values of all live beams of each source, in one sequence of slots.
+
+    What beam j adds in step t is in slot t · beams + j and stays there. When beams change places, only `path` moves.
+    """
+
+    k: Float[Array, "sources g slots d"]
+    v: Float[Array, "sources g slots d"]
+    # The beam whose slot each live beam attends to at each step, plus 1; 0: there is none yet.
+    path: Int[Array, "sources beams steps"]
+    index: Int[Array, "sources"]  # the next step
+
+    @classmethod
+    def like(cls, cache: KVCache, beams: int) -> "BeamCache":
+        """An empty cache of the same size, of which each `beams` sequences have one source."""
+        sequences, heads, steps, head_dim = cache.k.shape
+        sources, shape = sequences // beams, (sequences // beams, heads, steps * beams, head_dim)
+        path = jnp.zeros((sources, beams, steps), jnp.int32)
+        return cls(jnp.zeros(shape, cache.k.dtype), jnp.zeros(shape, cache.v.dtype), path, path[:, 0, 0])
+
+    @property
+    def room(self) -> int:
+        """The steps that it has slots for."""
+        return self.path.shape[2]
+
+    def reordered(self, parents: Int[Array, "sequences"]) -> "BeamCache":
+        """With beam parents[i], of all beams of all sources, at i."""
+        return self._replace(path=self.path.reshape(len(parents), -1)[parents].reshape(self.path.shape))
+
+
+def append_beams(cache: BeamCache, k: Array, v: Array) -> BeamCache:
+    """Writes one key and value of each beam; what does not fit into the cache is dropped."""
+    sources, beams, _ = cache.path.shape
+    rows, beam, step = jnp.arange(sources)[:, None], jnp.arange(beams), cache.index[:, None]
+
+    def write(array: Array, new: Float[Array, "b 1 g d"]) -> Array:
+        by_source = new.reshape(sources, beams, *new.shape[2:]).astype(array.dtype)
+        return array.at[rows, :, step * beams + beam].set(by_source, mode="drop")
+
+    path = cache.path.at[rows, beam, step].set(beam + 1, mode="drop")
+    return BeamCache(write(cache.k, k), write(cache.v, v), path, cache.index + 1)
+
+
+def resized(cache: KVCache | BeamCache, steps: int) -> KVCache | BeamCache:
+    """The cache with room for this many steps; those that it has no room for are lost."""
+
+    def fit(x: Array, axis: int, size: int) -> Array:
+        x = jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis)
+        return jnp.pad(x, [(0, size - x.shape[axis] if axis == i else 0) for i in range(x.ndim)])
+
+    if isinstance(cache, KVCache):
+        return cache._replace(k=fit(cache.k, 2, steps), v=fit(cache.v, 2, steps), valid=fit(cache.valid, 1, steps))
+    slots = steps * cache.path.shape[1]
+    return cache._replace(k=fit(cache.k, 2, slots), v=fit(cache.v, 2, slots), path=fit(cache.path, 2, steps))
+
+
+def attend_beams(q: Float[Array, "b 1 g r d"], cache: BeamCache, scale: float, window: int = 0) -> Array:
+    """Attention of each beam to the slots on its path: all beams of a source are queries to one sequence."""
+    sources, beams, steps = cache.path.shape
+    allowed = cache.path[..., None] == jnp.arange(1, beams + 1)
+    if window:
+        allowed &= (cache.index[:, None] - jnp.arange(steps) <= window)[:, None, :, None]
+    allowed = allowed.reshape(sources, 1, beams, 1, -1)
+    queries = q.reshape(sources, beams, *q.shape[2:]) * scale
+    # `attend` with other orders of axes: XLA's CPU compiler is several times as fast with few queries in these.
+    logits = jnp.einsum("sgmd,sngrd->sgmnr", cache.k, queries, preferred_element_type=jnp.float32)
+    logits = jnp.where(allowed, jnp.moveaxis(logits, 2, -1), MASKED_LOGIT)
+    distribution = jax.nn.softmax(logits, axis=-1).astype(cache.v.dtype)
+    out = jnp.einsum("sgnrm,sgmd->sgnrd", distribution, cache.v)
+    return jnp.swapaxes(out, 1, 2).reshape(q.shape)
 
 
 def heads_first(x: Float[Array, "b m g d"]) -> Float[Array, "b g m d"]:

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from t2r.attention.module import State
-from t2r.attention.softmax import KVCache
+from t2r.attention.softmax import BeamCache, KVCache
 from t2r.attention.windowed import WindowedState
 from t2r.benchmark.models import normal
 from t2r.benchmark.shared import USABLE, DoesNotFit, Timing, check_fits, is_out_of_memory, peak_bytes, time_calls
@@ -112,7 +112,8 @@ class Decoder:
     def beam_steps(self, batch: int, length: int, steps: int, size: int) -> DecodeSpeed:
         """Times the last `steps` steps of a beam search in translations of this length, for batch / size sources."""
         steps, beam, began, (graph, arrays) = min(steps, length), Beam(size), time.perf_counter(), nnx.split(self.model)
-        abstract, packed = abstract_search(self.model, batch // size, length, beam), self._packed(batch)
+        packed = self._packed(batch)
+        abstract = abstract_search(self.model, batch // size, length, beam, kernels=packed is not None)
         lowered = search_steps.lower(graph, arrays, abstract, steps, TOKENS_OF_A_SEARCH, beam, packed)
         compiled, seconds = lowered.compile(), time.perf_counter() - began
         check_fits(compiled, already=total_bytes((arrays, packed)))
@@ -189,12 +190,14 @@ def abstract_generation(model: LanguageModel, batch: int, length: int) -> Genera
     return jax.eval_shape(start, arrays, jax.ShapeDtypeStruct((batch, length), jnp.int32))
 
 
-def abstract_search(model: LanguageModel, sources: int, length: int, beam: Beam) -> Search:
-    """An abstract beam search, with capacity for `length` tokens, from sources of this length."""
+def abstract_search(model: LanguageModel, sources: int, length: int, beam: Beam, *, kernels: bool) -> Search:
+    """An abstract beam search, by kernels or not, with capacity for `length` tokens, from sources of this length."""
     graph, arrays = nnx.split(model)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((sources, length), (sources,))]
     return jax.eval_shape(
-        lambda arrays, *inputs: begin(graph, arrays, *inputs, length, TOKENS_OF_A_SEARCH, beam), arrays, *shapes
+        lambda arrays, *inputs: begin(graph, arrays, *inputs, length, length, TOKENS_OF_A_SEARCH, beam, kernels),
+        arrays,
+        *shapes,
     )
 
 
@@ -221,7 +224,7 @@ def rewind(started: Started, tokens: int) -> Started:
     """A generation or search set back to `tokens` generated tokens; later slots of its caches will be overwritten."""
 
     def rewind_layer(layer: State) -> State:
-        if isinstance(layer, KVCache):
+        if isinstance(layer, KVCache | BeamCache):
             return layer._replace(index=jnp.full_like(layer.index, tokens))
         return layer._replace(count=jnp.full_like(layer.count, tokens)) if isinstance(layer, WindowedState) else layer
 

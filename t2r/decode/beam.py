@@ -21,7 +21,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from t2r.attention.softmax import KVCache
+from t2r.attention.module import State
+from t2r.attention.softmax import BeamCache, KVCache, resized
 from t2r.batch import PADDING, Batch, pad_sequences
 from t2r.decode.generate import decoder, packed_weights, state_bytes
 from t2r.environment import require_memory
@@ -31,6 +32,7 @@ from t2r.model.loss import source_states, token_losses
 from t2r.model.transformer import DecodeState, Seq2Seq, check_length
 
 LEAST_WIDTH = 16  # tokens to which sources are padded
+CACHES = KVCache, BeamCache
 NEVER = -1e30  # the log-probability of an impossible event; finite, so that sums and differences are not NaN
 
 
@@ -121,27 +123,13 @@ def translate(
     special = Special(prefix, end, tuple(sorted({prefix[0], padding} - {end, None})))
     results: list[list[Hypothesis]] = [[] for _ in sources]
     on_done(int((lengths == 0).sum()))
-    for chosen in _of_similar_length(model, lengths, batch or len(sources)):
-        chosen_limits = np.asarray(limits, np.int32)[chosen]
-        for i, hypotheses in _translate(model, sources[chosen], chosen_limits, special, beam, batch or len(chosen)):
-            results[chosen[i]] = hypotheses
+    order = np.argsort(-lengths, kind="stable")[: (lengths > 0).sum()]  # longest first
+    if len(order):
+        ordered = sources[order, : padded_width(int(lengths.max()))], np.asarray(limits, np.int32)[order]
+        for i, hypotheses in _translate(model, *ordered, special, beam, batch or len(order)):
+            results[order[i]] = hypotheses
             on_done(1)
     return results
-
-
-def _of_similar_length(model: Seq2Seq, lengths: Int[np.ndarray, "b"], batch: int) -> Iterator[Int[np.ndarray, "some"]]:
-    """The indices of sentences that share a batch, longest first, without those that are empty.
-
-    A cache has room for the longest sentence, and attention computes all of it: a much shorter one waits for the next
-    batch. Recurrent states have one size, so that all sentences can be together.
-    """
-    order = np.argsort(-lengths, kind="stable")[: (lengths > 0).sum()]
-    caches = any(spec.kind == "softmax" for spec in (*model.config.attention, *model.config.cross_attention))
-    while len(order):
-        similar = lengths[order] > padded_width(int(lengths[order[0]])) // 4
-        count = max(similar.sum(), batch) if caches else len(order)
-        yield order[:count]
-        order = order[count:]
 
 
 def _translate(
@@ -154,28 +142,65 @@ def _translate(
 ) -> Iterator[tuple[int, list[Hypothesis]]]:
     """Translates sources, longest first, in `rows` rows of a batch; yields each one's index and translations."""
     graph, arrays = nnx.split(model)
-    rows = min(rows, len(sources))
+    rows, lengths, width = min(rows, len(sources)), (sources != PADDING).sum(1), sources.shape[1]
     packed = packed_weights(model, rows * beam.size)
     together = max(1, rows // 4)  # so many sentences start together
     waiting = [np.arange(first, min(first + together, len(sources))) for first in range(0, len(sources), together)]
-    width = _cut(sources).shape[1]
     capacity = max(default_limit(width), *limits) + 1  # from the padded width, not the lengths: few programs
-    check_memory(model, rows, capacity + len(special.prefix) - 1, beam)
-    start = lambda sources, limits: begin(graph, arrays, sources, limits, capacity, special, beam)  # noqa: E731
-    shapes = jax.eval_shape(start, jnp.zeros((rows, width), jnp.int32), jnp.zeros(rows, jnp.int32))
+    most = capacity + len(special.prefix) - 1
+    check_memory(model, rows, most, beam)
+    options = capacity, min(_room(1), most), special, beam, packed is not None
+    start = lambda *new: begin(graph, arrays, *new, *options)  # noqa: E731
+    shapes = jax.eval_shape(start, jnp.zeros((rows, LEAST_WIDTH), jnp.int32), jnp.zeros(rows, jnp.int32))
     search = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)._replace(done=jnp.ones(rows, bool))
-    done, owner = np.ones(rows, bool), np.full(rows, -1)
+    done, owner, steps = np.ones(rows, bool), np.full(rows, -1), np.zeros(rows, int)
+
+    def with_room(search: Search) -> Search:
+        """With caches that have room for the next step, and for the source, of each sentence that is not done."""
+        most_steps, longest = int(steps[~done].max()) + len(special.prefix), int(lengths[owner][~done].max())
+        return _resized(search, min(_room(most_steps), most), _room(longest, whole=True))
+
     while waiting or not done.all():
         while waiting and done.sum() >= together:
             new, places = waiting.pop(0), np.flatnonzero(done)[:together]
+            own = places[: len(new)]
+            done[own], owner[own], steps[own] = False, new, 0
             padded = np.pad(_cut(sources[new]), ((0, together - len(new)), (0, 0)), constant_values=PADDING)
-            search = _place(search, start(padded, np.pad(limits[new], (0, together - len(new)))), places)
-            done[places[: len(new)]], owner[places[: len(new)]] = False, new
+            started = start(padded, np.pad(limits[new], (0, together - len(new))))
+            search = _place(with_room(search), started, places)
+        search = with_room(search)
         search = _advance(graph, arrays, search, rows - together if waiting else 0, special, beam, packed)
-        were_done, done = done, np.array(search.done)
+        were_done, done, steps = done, np.array(search.done), np.array(search.step)
         found = jax.device_get((search.history, search.results, search.scores, search.lengths))
         for row in np.flatnonzero(done & ~were_done):
             yield int(owner[row]), _hypotheses(*(x[row] for x in found), special, beam)
+
+
+def _room(needed: int, *, whole: bool = False) -> int:
+    """So many slots that `needed` fit: a power of two or, unless it must be a `whole` one, half as many again.
+
+    There are few such numbers, so few programs are compiled.
+    """
+    least = 32 if jax.default_backend() == "cpu" else 128  # where empty slots cost less
+    power = 1 << (needed - 1).bit_length()
+    return max(least, power if whole or needed > power * 3 // 4 else power * 3 // 4)
+
+
+def _resized(search: Search, steps: int, source: int) -> Search:
+    """The search with caches that have slots for this many steps, and for source tokens."""
+    wrong = lambda layers, room: any(isinstance(x, CACHES) and x.room != room for x in layers or ())  # noqa: E731
+    if not wrong(search.state.layers, steps) and not wrong(search.state.source, source):
+        return search
+    return _resize(search, steps, source)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _resize(search: Search, steps: int, source: int) -> Search:
+    def resize(layers: tuple[State, ...] | None, room: int) -> tuple[State, ...] | None:
+        return layers and tuple(resized(layer, room) if isinstance(layer, CACHES) else layer for layer in layers)
+
+    layers, position, sources = search.state
+    return search._replace(state=DecodeState(resize(layers, steps), position, resize(sources, source)))
 
 
 def _hypotheses(
@@ -223,7 +248,7 @@ def _cut(sources: Int[np.ndarray, "b m"]) -> Int[np.ndarray, "b width"]:
 def check_memory(model: Seq2Seq, batch: int, length: int, beam: Beam) -> None:
     """Raises an error, before anything is computed, if the search does not fit into free memory."""
     beams = batch * beam.size
-    # Twice the state: a step reorders the beams from one copy into another. And the log-probabilities in float32.
+    # Twice the state: a step may reorder the beams from one copy into another. And the log-probabilities in float32.
     needed = 2 * state_bytes(model, beams, length) + 4 * beams * model.config.vocab_size
     what = f"a search with beam={beam.size} for {batch} sentences of up to {length:,} tokens"
     fits = lambda free: max(batch * free // needed, 1)  # noqa: E731
@@ -242,21 +267,40 @@ def within_positions(model: Seq2Seq, limits: list[int], prefix: int) -> list[int
     return [min(limit, most - prefix) for limit in limits] if most else limits
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
-def begin(graph, arrays, sources: Array, limits: Array, capacity: int, special: Special, beam: Beam) -> Search:
-    """The search for some sources before its first step."""
+@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6, 7, 8))
+def begin(
+    graph,
+    arrays,
+    sources: Array,
+    limits: Array,
+    capacity: int,
+    room: int,
+    special: Special,
+    beam: Beam,
+    kernels: bool,
+) -> Search:
+    """The search for some sources before its first step, with caches for `room` steps of at most `capacity`.
+
+    With `kernels`, each beam has a cache of its own, which they read.
+    """
     model: Seq2Seq = nnx.merge(graph, arrays)
     batch, size = sources.shape[0], beam.size
     *leading, _ = special.prefix  # the first step reads the last start token
     # Each live beam has its own state; the source is shared by all beams of a sentence.
-    state = model.init_state(batch * size, capacity + len(leading), source_states(model, sources))
+    state = model.init_state(batch * size, room, source_states(model, sources))
+
+    def cache(layer: State) -> State:
+        if not isinstance(layer, KVCache):
+            return layer
+        # Sentences join and leave, so each has its own place in the caches.
+        return layer._replace(index=state.position) if kernels or size == 1 else BeamCache.like(layer, size)
+
+    state = state._replace(layers=tuple(map(cache, state.layers)))
     for token in leading:
         _, state = model(jnp.full((batch * size, 1), token), state=state)
-    # Sentences join and leave, so each has its own place in the caches.
-    layers = (x._replace(index=state.position) if isinstance(x, KVCache) else x for x in state.layers)
     none = jnp.zeros((batch, size), jnp.int32)
     return Search(
-        state=state._replace(layers=tuple(layers)),
+        state=state,
         step=jnp.zeros(batch, jnp.int32),
         limit=limits,
         last=jnp.full((batch, size), special.prefix[-1]),
@@ -283,7 +327,11 @@ def _place(search: Search, new: Search, rows: Int[Array, "some"]) -> Search:
         return put_in
 
     sequences = put(_sequences(rows, search.sums.shape[1]))
-    layers, position = jax.tree.map(sequences, search.state[:2], new.state[:2])
+    layers = tuple(
+        jax.tree.map(put(rows) if isinstance(old, BeamCache) else sequences, old, layer)
+        for old, layer in zip(search.state.layers, new.state.layers)
+    )
+    position = sequences(search.state.position, new.state.position)
     source = jax.tree.map(put(rows), search.state.source, new.state.source)
     others = jax.tree.map(put(rows), search._replace(state=None), new._replace(state=None))
     return others._replace(state=DecodeState(layers, position, source))
@@ -293,9 +341,15 @@ def _place(search: Search, new: Search, rows: Int[Array, "some"]) -> Search:
 def _advance(
     graph, arrays, search: Search, rest: Int[Array, ""], special: Special, beam: Beam, packed: Any = None
 ) -> Search:
-    """Steps until at most `rest` sentences are not done; with `packed` weights they run in the decoding kernels."""
+    """Steps until at most `rest` sentences are not done, or a cache is full; with `packed` weights, by the kernels."""
     step = functools.partial(_step, decoder(nnx.merge(graph, arrays), packed), special=special, beam=beam)
-    return jax.lax.while_loop(lambda search: (~search.done).sum() > rest, step, search)
+    rooms = [layer.room for layer in search.state.layers if isinstance(layer, CACHES)]
+
+    def goes_on(search: Search) -> Bool[Array, ""]:
+        longest = jnp.where(search.done, 0, search.step).max() + len(special.prefix)
+        return ((~search.done).sum() > rest) & (longest <= min(rooms, default=math.inf))
+
+    return jax.lax.while_loop(goes_on, step, search)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5), donate_argnums=2)

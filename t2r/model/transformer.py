@@ -18,7 +18,7 @@ from t2r.attention.module import (
     State,
     WindowedAttention,
 )
-from t2r.attention.softmax import KVCache
+from t2r.attention.softmax import BeamCache, KVCache
 from t2r.dropout import dropout, relu_and_dropout
 from t2r.errors import InputError
 from t2r.kernels.layer_dropout import run_or_skip
@@ -395,8 +395,13 @@ class LanguageModel(nnx.Module):
     def reorder(self, state: DecodeState, parents: Int[Array, "sequences"], beams: int) -> DecodeState:
         """The state with sequence parents[i] at i, the sources unchanged. Each `beams` sequences are of one source,
         and their parents are among them."""
-        layers, position = jax.tree.map(lambda x: x[parents] if x.ndim else x, (state.layers, state.position))
-        return DecodeState(layers, position, state.source)
+
+        def move(layer: State) -> State:
+            if isinstance(layer, BeamCache):
+                return layer.reordered(parents)
+            return jax.tree.map(lambda x: x[parents] if x.ndim else x, layer)
+
+        return DecodeState(tuple(map(move, state.layers)), state.position[parents], state.source)
 
 
 class Encoder(nnx.Module):
@@ -469,6 +474,8 @@ def grow(state: DecodeState, extra: int) -> DecodeState:
     """The state with space for `extra` more tokens in the caches of softmax layers; linear layers need none."""
 
     def grow_layer(layer: State) -> State:
-        return softmax.grow(layer, int(layer.index) + extra) if isinstance(layer, KVCache) else layer
+        if not isinstance(layer, KVCache):
+            return layer
+        return softmax.resized(layer, max(int(layer.index) + extra, layer.valid.shape[1]))
 
     return state._replace(layers=tuple(grow_layer(layer) for layer in state.layers))

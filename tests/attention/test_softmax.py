@@ -7,7 +7,7 @@ import pytest
 
 from conftest import error
 from t2r.attention import softmax
-from t2r.attention.softmax import KVCache
+from t2r.attention.softmax import BeamCache, KVCache
 
 
 def inputs(batch=2, n=11, g=2, r=3, d=8):
@@ -84,15 +84,31 @@ def test_logits_of_a_block_are_few_however_many_queries_there_are():
     assert sizes == [2048, 1024, 512, 256, 256]
 
 
-def test_growing_the_cache_does_not_change_attention():
+def test_room_for_more_tokens_does_not_change_attention():
     q, k, v = inputs()
     cache = softmax.append(KVCache.zeros(2, 11, 2, 8, jnp.float32), k, v)
-    grown = softmax.grow(cache, 20)
-    assert grown.valid.shape[1] == 20 and softmax.grow(cache, 5).valid.shape[1] == 11
-    for c in (cache, grown):
-        assert int(c.index) == 11
-    a, b = (softmax.attend(q, c.k, c.v, softmax.cached_mask(c, 11), 0.3) for c in (cache, grown))
-    assert error(a, b) < 1e-6
+    expected = softmax.attend(q, cache.k, cache.v, softmax.cached_mask(cache, 11), 0.3)
+    for steps in (20, 11):
+        cache = softmax.resized(cache, steps)
+        assert cache.room == steps and int(cache.index) == 11
+        assert error(softmax.attend(q, cache.k, cache.v, softmax.cached_mask(cache, 11), 0.3), expected) < 1e-6
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_beams_that_share_a_cache_are_beams_that_move(window):
+    """Two sources with three beams, whose parents are random, against a cache of each beam that is reordered."""
+    rng, steps = np.random.default_rng(0), 7
+    moved = KVCache.zeros(6, steps, 2, 8, jnp.float32)._replace(index=jnp.zeros(6, jnp.int32))
+    shared = BeamCache.like(softmax.resized(moved, 4), 3)
+    for step in range(steps):
+        q, k, v = (jnp.asarray(rng.standard_normal((6, 1, 2, *r, 8)), jnp.float32) for r in ((2,), (), ()))
+        moved = softmax.append(moved, k, v)
+        expected = softmax.attend_cache(q, moved, 0.3, window=window)
+        shared = softmax.append_beams(softmax.resized(shared, 4 if step < 4 else steps), k, v)
+        assert error(softmax.attend_beams(q, shared, 0.3, window), expected) < 1e-6
+        parents = jnp.asarray(np.repeat([0, 3], 3) + rng.integers(0, 3, 6))
+        moved, shared = jax.tree.map(lambda x: x[parents], moved), shared.reordered(parents)  # noqa: B023
+    assert shared.room == steps and shared.k.shape == (2, 2, 3 * steps, 8)
 
 
 def test_a_query_with_all_keys_masked_gives_no_nan():

@@ -146,6 +146,7 @@ SEARCHES = [
     ("windowed", 3, 0.6, True),
     ("merged", 4, 0.6, True),
     ("merged", 2, 1.5, True),
+    ("softmax", 3, 0.6, False),
 ]
 
 

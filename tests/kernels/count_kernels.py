@@ -78,7 +78,7 @@ def program(name: str, arguments: argparse.Namespace):
         start = on_gpu(abstract_generation(model, batch, LENGTH))
         return scan_steps.lower(graph, on_gpu(arrays), start, STEPS, Sampling(), NO_STOP_TOKEN, packed)
     beam = Beam(arguments.beam)
-    start = on_gpu(abstract_search(model, batch // arguments.beam, LENGTH, beam))
+    start = on_gpu(abstract_search(model, batch // arguments.beam, LENGTH, beam, kernels=packed is not None))
     return search_steps.lower(graph, on_gpu(arrays), start, STEPS, TOKENS_OF_A_SEARCH, beam, packed)
 
 
