@@ -171,11 +171,11 @@ def _measure(
 ) -> Iterator[list[Result]]:
     """Measures all rows in turn, `rounds` times; yields all results after each round.
 
-    First each row compiles its programs, which do not depend on the limits.
+    First each row translates everything once, which compiles its programs: caches grow with the translations.
     """
     for row in rows:
         if row.model != PEER:
-            row.translate(lines, [1] * len(lines))
+            row.translate(lines, limits)
             say(f"compiled: {row.model}, {row.weights}, beam {row.beam}")
     results = [Result(row, [], [], []) for row in rows]
     for number in range(1, rounds + 1):
