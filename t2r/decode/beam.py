@@ -6,7 +6,8 @@ likeliest candidates, those that end in the stop token become results; the `size
 beams. With `early_stopping` the search is fairseq's, n-best lists included.
 
 A batch has a fixed number of rows, one for each sentence. When a quarter of them are done, as many sentences that wait
-take their places: no row is idle for long, few sources are padded far, and few programs are compiled.
+take their places, so no row is idle for long. Caches have room for the longest of the sentences at hand. They grow and
+shrink among few sizes, so few programs are compiled.
 """
 
 import functools
@@ -177,10 +178,7 @@ def _translate(
 
 
 def _room(needed: int, *, whole: bool = False) -> int:
-    """So many slots that `needed` fit: a power of two or, unless it must be a `whole` one, half as many again.
-
-    There are few such numbers, so few programs are compiled.
-    """
+    """The slots of a cache that needs so many: a power of two, or half as many again unless `whole`."""
     least = 32 if jax.default_backend() == "cpu" else 128  # where empty slots cost less
     power = 1 << (needed - 1).bit_length()
     return max(least, power if whole or needed > power * 3 // 4 else power * 3 // 4)
