@@ -150,7 +150,7 @@ def _translate(
     capacity = max(default_limit(width), *limits) + 1  # from the padded width, not the lengths: few programs
     most = capacity + len(special.prefix) - 1
     check_memory(model, rows, most, beam)
-    options = capacity, min(_room(1), most), special, beam, packed is not None
+    options = capacity, min(_room(len(special.prefix)), most), special, beam, packed is not None
     start = lambda *new: begin(graph, arrays, *new, *options)  # noqa: E731
     shapes = jax.eval_shape(start, jnp.zeros((rows, LEAST_WIDTH), jnp.int32), jnp.zeros(rows, jnp.int32))
     search = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)._replace(done=jnp.ones(rows, bool))
