@@ -34,6 +34,8 @@ from t2r.model.transformer import DecodeState, Seq2Seq, check_length
 
 LEAST_WIDTH = 16  # tokens to which sources are padded
 CACHES = KVCache, BeamCache
+# Beams that share a cache: each attends to the slots of all, so more of them have caches of their own.
+MOST_THAT_SHARE = 16
 NEVER = -1e30  # the log-probability of an impossible event; finite, so that sums and differences are not NaN
 
 
@@ -279,7 +281,7 @@ def begin(
 ) -> Search:
     """The search for some sources before its first step, with caches for `room` steps of at most `capacity`.
 
-    With `kernels`, each beam has a cache of its own, which they read.
+    With `kernels`, which read them, each beam has a cache of its own.
     """
     model: Seq2Seq = nnx.merge(graph, arrays)
     batch, size = sources.shape[0], beam.size
@@ -290,8 +292,9 @@ def begin(
     def cache(layer: State) -> State:
         if not isinstance(layer, KVCache):
             return layer
-        # Sentences join and leave, so each has its own place in the caches.
-        return layer._replace(index=state.position) if kernels or size == 1 else BeamCache.like(layer, size)
+        if 1 < size <= MOST_THAT_SHARE and not kernels:
+            return BeamCache.like(layer, size)
+        return layer._replace(index=state.position)  # sentences join and leave, so each has its own place in the caches
 
     state = state._replace(layers=tuple(map(cache, state.layers)))
     for token in leading:

@@ -16,7 +16,7 @@ from t2r import environment
 from t2r.batch import PADDING
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
-from t2r.decode.beam import Beam, check_memory, score, translate
+from t2r.decode.beam import MOST_THAT_SHARE, Beam, check_memory, score, translate
 from t2r.decode.generate import generate_tokens, prefill_translation, state_bytes
 from t2r.decode.sampling import Sampling
 from t2r.errors import InputError
@@ -68,8 +68,11 @@ ALL_CANDIDATES = [
 @pytest.mark.parametrize(("kind", "penalty", "early", "least"), slow_but(ALL_CANDIDATES, *ALL_CANDIDATES[:3]))
 @given(seed=st.integers(0, 2**16))
 def test_a_beam_of_all_candidates_equals_enumeration(kind, penalty, early, least, seed):
-    """All 15 translations of up to 3 tokens of a vocabulary of 3, or 14 that are not empty, best first, with scores."""
-    vocab, limit, size = 3, 3, 24
+    """All 15 translations of up to 3 tokens of a vocabulary of 3, or 14 that are not empty, best first, with scores.
+
+    By so many beams that each has a cache of its own.
+    """
+    vocab, limit, size = 3, 3, MOST_THAT_SHARE + 8
     model = model_of(kind, seed, vocab_size=vocab, source_vocab_size=6, shared_embedding=False)
     source = padded(random_sources([5], 6, seed), 5)
     all_targets = [list(ids) for n in range(least, limit + 1) for ids in itertools.product([0, 1], repeat=n)]
@@ -246,6 +249,20 @@ def test_sampled_translations_depend_on_the_seed():
         for s in (1, 1, 2)
     ]
     assert samples[0] == samples[1] != samples[2]
+
+
+@pytest.mark.slow
+def test_any_number_of_start_tokens_is_read():
+    """More than caches have room for at first."""
+    model = model_of("softmax")
+    sources, prefix = padded(random_sources([5, 9], 12), 9), tuple(i % 4 for i in range(40))
+    found = translate(model, sources, start=prefix, end=END, beam=Beam(2, 0.0), limits=[3, 3])
+    for source, hypotheses in zip(sources, found):
+        for hypothesis in hypotheses:
+            tokens = jnp.asarray([[*prefix, *hypothesis.tokens, END]])
+            log_probs = all_log_probs(*nnx.split(model), jnp.asarray(source)[None], tokens[:, :-1])[0]
+            expected = sum(log_probs[i - 1, tokens[0, i]] for i in range(len(prefix), tokens.shape[1]))
+            assert hypothesis.log_probability == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_impossible_searches_are_refused():
