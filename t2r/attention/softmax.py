@@ -38,7 +38,7 @@ class KVCache(NamedTuple):
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), valid, jnp.zeros((), jnp.int32))
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """The tokens of a sequence, or steps, that it has slots for."""
         return self.valid.shape[1]
 
@@ -87,7 +87,7 @@ class BeamCache(NamedTuple):
         return cls(jnp.zeros(shape, cache.k.dtype), jnp.zeros(shape, cache.v.dtype), path, path[:, 0, 0])
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """The steps that it has slots for."""
         return self.path.shape[2]
 

@@ -188,7 +188,7 @@ def _room(needed: int, *, whole: bool = False) -> int:
 
 def _resized(search: Search, steps: int, source: int) -> Search:
     """The search with caches that have slots for this many steps, and for source tokens."""
-    wrong = lambda layers, room: any(isinstance(x, CACHES) and x.room != room for x in layers or ())  # noqa: E731
+    wrong = lambda layers, room: any(isinstance(x, CACHES) and x.capacity != room for x in layers or ())  # noqa: E731
     if not wrong(search.state.layers, steps) and not wrong(search.state.source, source):
         return search
     return _resize(search, steps, source)
@@ -344,7 +344,7 @@ def _advance(
 ) -> Search:
     """Steps until at most `rest` sentences are not done, or a cache is full; with `packed` weights, by the kernels."""
     step = functools.partial(_step, decoder(nnx.merge(graph, arrays), packed), special=special, beam=beam)
-    rooms = [layer.room for layer in search.state.layers if isinstance(layer, CACHES)]
+    rooms = [layer.capacity for layer in search.state.layers if isinstance(layer, CACHES)]
 
     def goes_on(search: Search) -> Bool[Array, ""]:
         longest = jnp.where(search.done, 0, search.step).max() + len(special.prefix)

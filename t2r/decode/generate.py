@@ -242,11 +242,9 @@ def check_memory(model: LanguageModel, batch: int, length: int) -> None:
 
 def grow_checked(state: DecodeState, extra: int) -> DecodeState:
     """`grow`, after the check that the larger caches fit; those that they replace exist until they are filled."""
-    small = [
-        layer for layer in state.layers if isinstance(layer, KVCache) and layer.valid.shape[1] < layer.index + extra
-    ]
+    small = [layer for layer in state.layers if isinstance(layer, KVCache) and layer.capacity < layer.index + extra]
     if small:
-        used, capacity = int(small[0].index), small[0].valid.shape[1]
+        used, capacity = int(small[0].index), small[0].capacity
         token_bytes = total_bytes(small) / capacity
         what = f"the state of {len(small[0].valid)} sequences of {used + extra:,} tokens"
         require_memory(round(token_bytes * (used + extra)), what, lambda free: _advice(int(free / token_bytes) - used))

@@ -476,6 +476,6 @@ def grow(state: DecodeState, extra: int) -> DecodeState:
     def grow_layer(layer: State) -> State:
         if not isinstance(layer, KVCache):
             return layer
-        return softmax.resized(layer, max(int(layer.index) + extra, layer.valid.shape[1]))
+        return softmax.resized(layer, max(int(layer.index) + extra, layer.capacity))
 
     return state._replace(layers=tuple(grow_layer(layer) for layer in state.layers))

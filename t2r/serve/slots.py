@@ -243,7 +243,7 @@ def _key(seed: Array, choice: Array) -> Array:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _load(sequences: Sequences, slot, state: DecodeState) -> Sequences:
-    space = next((layer.valid.shape[1] for layer in sequences.state.layers if isinstance(layer, KVCache)), 1)
+    space = next((layer.capacity for layer in sequences.state.layers if isinstance(layer, KVCache)), 1)
     write = lambda x, y: x.at[slot].set(y[0])  # noqa: E731
     return sequences._replace(state=jax.tree.map(write, sequences.state, _with_space(state, space)))
 

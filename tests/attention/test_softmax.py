@@ -90,7 +90,7 @@ def test_room_for_more_tokens_does_not_change_attention():
     expected = softmax.attend(q, cache.k, cache.v, softmax.cached_mask(cache, 11), 0.3)
     for steps in (20, 11):
         cache = softmax.resized(cache, steps)
-        assert cache.room == steps and int(cache.index) == 11
+        assert cache.capacity == steps and int(cache.index) == 11
         assert error(softmax.attend(q, cache.k, cache.v, softmax.cached_mask(cache, 11), 0.3), expected) < 1e-6
 
 
@@ -108,7 +108,7 @@ def test_beams_that_share_a_cache_are_beams_that_move(window):
         assert error(softmax.attend_beams(q, shared, 0.3, window), expected) < 1e-6
         parents = jnp.asarray(np.repeat([0, 3], 3) + rng.integers(0, 3, 6))
         moved, shared = jax.tree.map(lambda x: x[parents], moved), shared.reordered(parents)  # noqa: B023
-    assert shared.room == steps and shared.k.shape == (2, 2, 3 * steps, 8)
+    assert shared.capacity == steps and shared.k.shape == (2, 2, 3 * steps, 8)
 
 
 def test_a_query_with_all_keys_masked_gives_no_nan():
