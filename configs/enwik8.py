@@ -17,9 +17,9 @@ ROW is
     t2r_window      T2R; the last 64 tokens and the first 4 stay exact
     softmax         a control: the same finetuning without a conversion
     t2r_8, t2r_64, phi_frozen_8, phi_frozen_64, t2r_8_scratch, t2r_64_scratch     other feature sizes (Figures 4 to 6)
-    softmax, elu, performer, t2r and t2r_64 with _long (twice as many steps), _low_rate or _high_rate (a third of
-                    the learning rate, or three times): do these decide which is better?
-    t2r and t2r_64 with _fast_phi: φ has ten times the learning rate of the rest
+    t2r, t2r_64, t2r_75 and t2r_window with _fast_phi: φ has ten times the learning rate of the rest
+    softmax, elu, performer, t2r, t2r_64 and t2r_fast_phi with _long (twice as many steps), _low_rate or _high_rate
+                    (a third of the learning rate, or three times): do these decide which is better?
 `t2r study` also has ROW_swapped, such as t2r_swapped: converted and not finetuned.
 
 This is not WikiText-103: the text is an eighth of its size, tokens are subwords, the model has 17.3M parameters instead
@@ -52,10 +52,11 @@ ROWS = {
     "t2r_8_scratch": ("t2r", 8, "none", "all"),
     "t2r_64_scratch": ("t2r", 64, "none", "all"),
 }
+ROWS |= {f"{row}_fast_phi": ROWS[row] for row in ("t2r", "t2r_64", "t2r_75", "t2r_window")}
 # Added to the name of a row: (factor of its steps, factor of its learning rate).
 CHANGES = {"_long": (2, 1.0), "_low_rate": (1, 1 / 3), "_high_rate": (1, 3.0)}
-ROWS |= {row + change: ROWS[row] for change in CHANGES for row in ("softmax", "elu", "performer", "t2r", "t2r_64")}
-ROWS |= {f"{row}_fast_phi": ROWS[row] for row in ("t2r", "t2r_64")}
+CHANGED = ("softmax", "elu", "performer", "t2r", "t2r_64", "t2r_fast_phi")
+ROWS |= {row + change: ROWS[row] for change in CHANGES for row in CHANGED}
 EVALUATE = ("--batch=64",)
 
 
@@ -65,7 +66,7 @@ def get_config(row: str = "transformer"):
     config = default_config()
     feature_map, features, keep, config.trainable = ROWS[row]
     config.convert.update(feature_map=feature_map, features=features, keep=keep)
-    if row == "t2r_window":
+    if row.startswith("t2r_window"):
         config.convert.update(window=64, sinks=4)
     config.data.update(source="text:wikipedia.txt", vocab_size=8192, length=512, batch=32)
     config.optimizer.update(weight_decay=0.1, b2=0.95)
@@ -82,6 +83,6 @@ def get_config(row: str = "transformer"):
         steps, rate = next((factors for change, factors in CHANGES.items() if row.endswith(change)), (1, 1.0))
         config.steps = 1200 * steps
         config.optimizer.update(learning_rate=5e-4 * rate, warmup_steps=120)  # the paper halves both, too
-        if row.endswith("_fast_phi"):
+        if "_fast_phi" in row:
             config.optimizer.new_rate = 10.0
     return config

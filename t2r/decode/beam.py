@@ -6,8 +6,9 @@ likeliest candidates, those that end in the stop token become results; the `size
 beams. With `early_stopping` the search is fairseq's, n-best lists included.
 
 A batch has a fixed number of rows, one for each sentence. When a quarter of them are done, as many sentences that wait
-take their places, so no row is idle for long. Caches have room for the longest of the sentences at hand. They grow and
-shrink among few sizes, so few programs are compiled.
+take their places, so no row is idle for long. At the end, on CPUs, the last quarter continues as a smaller batch.
+Caches have room for the longest of the sentences at hand. They grow and shrink among few sizes, so few programs are
+compiled.
 """
 
 import functools
@@ -154,14 +155,15 @@ def _translate(
     check_memory(model, rows, most, beam)
     options = capacity, min(_room(len(special.prefix)), most), special, beam, packed is not None
     start = lambda *new: begin(graph, arrays, *new, *options)  # noqa: E731
-    shapes = jax.eval_shape(start, jnp.zeros((rows, LEAST_WIDTH), jnp.int32), jnp.zeros(rows, jnp.int32))
+    shapes = jax.eval_shape(start, jnp.zeros((rows, _room(width)), jnp.int32), jnp.zeros(rows, jnp.int32))
     search = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)._replace(done=jnp.ones(rows, bool))
+    shrinks = jax.default_backend() == "cpu"  # elsewhere fewer rows take as long
     done, owner, steps = np.ones(rows, bool), np.full(rows, -1), np.zeros(rows, int)
 
     def with_room(search: Search) -> Search:
         """With caches that have room for the next step, and for the source, of each sentence that is not done."""
         most_steps, longest = int(steps[~done].max()) + len(special.prefix), int(lengths[owner][~done].max())
-        return _resized(search, min(_room(most_steps), most), _room(longest, whole=True))
+        return _resized(search, min(_room(most_steps), most), _room(longest))
 
     while waiting or not done.all():
         while waiting and done.sum() >= together:
@@ -171,19 +173,21 @@ def _translate(
             padded = np.pad(_cut(sources[new]), ((0, together - len(new)), (0, 0)), constant_values=PADDING)
             started = start(padded, np.pad(limits[new], (0, together - len(new))))
             search = _place(with_room(search), started, places)
-        search = with_room(search)
-        search = _advance(graph, arrays, search, rows - together if waiting else 0, special, beam, packed)
+        if shrinks and not waiting and (~done).sum() <= together < len(done):
+            live = np.argsort(done, kind="stable")[:together]
+            search, done, owner, steps = _only(search, live), done[live], owner[live], steps[live]
+        rest = rows - together if waiting else together if shrinks and len(done) > together else 0
+        search = _advance(graph, arrays, with_room(search), rest, special, beam, packed)
         were_done, done, steps = done, np.array(search.done), np.array(search.step)
         found = jax.device_get((search.history, search.results, search.scores, search.lengths))
         for row in np.flatnonzero(done & ~were_done):
             yield int(owner[row]), _hypotheses(*(x[row] for x in found), special, beam)
 
 
-def _room(needed: int, *, whole: bool = False) -> int:
-    """The slots of a cache that needs so many: a power of two, or half as many again unless `whole`."""
+def _room(needed: int) -> int:
+    """The slots of a cache that needs so many: a power of two."""
     least = 32 if jax.default_backend() == "cpu" else 128  # where empty slots cost less
-    power = 1 << (needed - 1).bit_length()
-    return max(least, power if whole or needed > power * 3 // 4 else power * 3 // 4)
+    return max(least, 1 << (needed - 1).bit_length())
 
 
 def _resized(search: Search, steps: int, source: int) -> Search:
@@ -327,14 +331,30 @@ def _place(search: Search, new: Search, rows: Int[Array, "some"]) -> Search:
 
         return put_in
 
-    sequences = put(_sequences(rows, search.sums.shape[1]))
-    layers = tuple(
-        jax.tree.map(put(rows) if isinstance(old, BeamCache) else sequences, old, layer)
-        for old, layer in zip(search.state.layers, new.state.layers)
-    )
-    position = sequences(search.state.position, new.state.position)
-    source = jax.tree.map(put(rows), search.state.source, new.state.source)
-    others = jax.tree.map(put(rows), search._replace(state=None), new._replace(state=None))
+    return _map_rows(put(rows), put(_sequences(rows, search.sums.shape[1])), search, new)
+
+
+@jax.jit
+def _only(search: Search, rows: Int[Array, "some"]) -> Search:
+    """The search in these rows."""
+
+    def take(rows: Array) -> Callable[[Array], Array]:
+        return lambda x: x[rows] if x.ndim else x
+
+    return _map_rows(take(rows), take(_sequences(rows, search.sums.shape[1])), search)
+
+
+def _map_rows(of_rows: Callable[..., Array], of_sequences: Callable[..., Array], *searches: Search) -> Search:
+    """Applies one function to all arrays that have a row for each sentence, another to those with one for each beam."""
+
+    def of_layer(*layers: State) -> State:
+        return jax.tree.map(of_rows if isinstance(layers[0], BeamCache) else of_sequences, *layers)
+
+    states = [search.state for search in searches]
+    layers = tuple(map(of_layer, *(state.layers for state in states)))
+    position = of_sequences(*(state.position for state in states))
+    source = jax.tree.map(of_rows, *(state.source for state in states))
+    others = jax.tree.map(of_rows, *(search._replace(state=None) for search in searches))
     return others._replace(state=DecodeState(layers, position, source))
 
 

@@ -18,14 +18,16 @@ def inputs(batch=2, n=11, g=2, r=3, d=8):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_attend_is_jax_dot_product_attention(masked):
+@pytest.mark.parametrize("queries", [1, 4, 11])  # 3 heads share keys: with 11 queries they are not few
+def test_attend_is_jax_dot_product_attention(queries, masked):
     q, k, v = inputs()
+    q = q[:, -queries:]
     mask = jnp.ones((2, 11), bool).at[0, 3:6].set(False) if masked else None
-    allowed = softmax.causal_mask(11, mask)
+    allowed = softmax.causal_mask(11, mask)[:, -queries:]
     out = softmax.attend(q, softmax.heads_first(k), softmax.heads_first(v), allowed, 8**-0.5)
-    flat_q = q.reshape(2, 11, 6, 8)
+    flat_q = q.reshape(2, queries, 6, 8)
     expected = jax.nn.dot_product_attention(flat_q, k, v, mask=allowed[:, None], scale=8**-0.5)
-    assert error(out.reshape(2, 11, 6, 8), expected) < 1e-5
+    assert error(out.reshape(2, queries, 6, 8), expected) < 1e-5
 
 
 def test_attention_over_the_cache_is_attention_over_the_whole_sequence():

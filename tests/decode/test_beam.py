@@ -16,6 +16,7 @@ from t2r import environment
 from t2r.batch import PADDING
 from t2r.conversion.merge import merge
 from t2r.conversion.swap import swap
+from t2r.decode import beam as beam_search
 from t2r.decode.beam import MOST_THAT_SHARE, Beam, check_memory, score, translate
 from t2r.decode.generate import generate_tokens, prefill_translation, state_bytes
 from t2r.decode.sampling import Sampling
@@ -198,9 +199,12 @@ def test_batches_padding_greedy_and_rescoring(kind):
 
 
 @pytest.mark.parametrize("kind", slow_but(KINDS, "hybrid"))
-def test_sentences_take_the_places_of_those_that_are_done(kind):
-    """A small batch equals one of all sentences, whose lengths are such that caches of two sizes are used."""
-    model, done = model_of(kind), []
+def test_sentences_take_the_places_of_those_that_are_done(kind, monkeypatch):
+    """A small batch equals one of all sentences, whose lengths are such that caches of two sizes are used. At the end
+    both become smaller."""
+    model, done, smaller = model_of(kind), [], []
+    only = beam_search._only
+    monkeypatch.setattr(beam_search, "_only", lambda search, rows: smaller.append(len(rows)) or only(search, rows))
     sequences = random_sources([3, 70, 9, 2, 40, 5, 33, 12, 2, 4, 7], 12)
     sources = padded([*sequences, []], 72)
     expected = translate(model, sources, end=END, beam=Beam(2))
@@ -208,7 +212,7 @@ def test_sentences_take_the_places_of_those_that_are_done(kind):
     assert [[h.tokens for h in hypotheses] for hypotheses in found] == [[h.tokens for h in row] for row in expected]
     scores = [[h.score for hypotheses in results for h in hypotheses] for results in (found, expected)]
     np.testing.assert_allclose(*scores, rtol=1e-4)
-    assert sum(done) == len(sources)
+    assert sum(done) == len(sources) and smaller == [2, 1]
 
 
 class Confident(PlainEmbedding):

@@ -27,7 +27,9 @@ def model_of(name):
     """A language model or a translation model, of each kind of attention and of embedding."""
     if name == "gated":  # with rotary positions, and an output table of its own
         fields = dict(positions="rotary", gated=True, activation="swish", tied_output=False, output_bias=True)
-        return make_model(micro(vocab_size=300, adaptive_cutoffs=(), **fields))
+        model = make_model(micro(vocab_size=300, adaptive_cutoffs=(), **fields))
+        model.embedding.bias[...] = jax.random.normal(jax.random.key(0), (300,))
+        return model
     model = make_model(micro_mt(vocab_size=300, source_vocab_size=300))
     converted = lambda **options: swap(model, features=4, cross_features=8, **options)  # noqa: E731
     return {"softmax": lambda: model, "t2r": converted, "merged": lambda: merge(converted()),
