@@ -92,32 +92,22 @@ class RowLinear(nnx.Module):
 
 
 class RowEmbedding(OutputLayer):
-    """`PlainEmbedding` with its tables by row; the output table is padded to whole blocks of rows.
-
-    In float32 the bias is the table's last column: adding it to the logits of all beams takes a tenth as long as they.
-    """
+    """`PlainEmbedding` with its tables by row; the output table is padded to whole blocks of rows."""
 
     def __init__(self, embedding: PlainEmbedding, weights: str):
-        self.dtype, (self.vocabulary, self.width) = embedding.dtype, embedding.table.shape
+        self.dtype, (self.vocabulary, _) = embedding.dtype, embedding.table.shape
         output = embedding.output_table()
         padding = -len(output) % BLOCK
         bias = np.zeros(self.vocabulary) if embedding.bias is None else embedding.bias[...]
         bias = jnp.pad(jnp.asarray(bias, jnp.float32), (0, padding), constant_values=NEVER)
-        output = jnp.pad(output, ((0, padding), (0, 0)))
-        has_bias = bool(padding) or embedding.bias is not None
-        self.has_column = has_bias and weights == "float32" and self.dtype == jnp.float32
-        if self.has_column:
-            output = jnp.concatenate([output, bias[:, None]], 1)
-        self.bias = nnx.Param(bias) if has_bias and not self.has_column else nnx.data(None)
-        self.output = Rows(output, weights, self.dtype)
+        self.bias = nnx.data(None) if embedding.bias is None and not padding else nnx.Param(bias)
+        self.output = Rows(jnp.pad(output, ((0, padding), (0, 0))), weights, self.dtype)
         self.table = self.output if embedding.tied else Rows(embedding.table[...], weights, self.dtype)
 
     def embed(self, tokens: Int[Array, "b n"]) -> Float[Array, "b n width"]:
-        return self.table.rows(tokens)[..., : self.width]
+        return self.table.rows(tokens)
 
     def _row_logits(self, x: Float[Array, "b width"]) -> Float[Array, "rows b"]:
-        if self.has_column:
-            x = jnp.pad(x, ((0, 0), (0, 1)), constant_values=1)
         logits = self.output.times(x)
         return logits if self.bias is None else logits + self.bias[...][:, None]
 
