@@ -91,7 +91,8 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         resumes = getattr(command, "RESUMES", False)  # or a function that tells
         resumes = resumes() if callable(resumes) else resumes
-        after = "run the same command to resume" if resumes else "no file was written"
+        kept = getattr(command, "KEPT_IF_INTERRUPTED", "no file was written")
+        after = "run the same command to resume" if resumes else kept
         print(f"\ninterrupted: {after}", file=sys.stderr)
         return 128 + signal.SIGINT
     return 0

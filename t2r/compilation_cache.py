@@ -7,7 +7,7 @@ from pathlib import Path
 
 from t2r.user_cache import user_cache
 
-LEAST_SECONDS = "2"  # programs that compile faster are not kept
+LEAST_SECONDS = "0.1"  # programs that compile faster are not kept
 
 
 def use_compilation_cache() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from conftest import QUICK_TO_COMPILE
-from t2r.compilation_cache import cache_folder, use_compilation_cache
+from t2r.compilation_cache import LEAST_SECONDS, cache_folder, use_compilation_cache
 from tests.damages import snapshot
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +31,7 @@ def test_what_the_environment_says_goes_first(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     use_compilation_cache()
     assert os.environ["JAX_COMPILATION_CACHE_DIR"] == str(cache_folder())
-    assert os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] == "2"
+    assert os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] == LEAST_SECONDS
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
 

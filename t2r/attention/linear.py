@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from t2r.attention.causal import drop_weights, query_blocks
 from t2r.attention.feature_map import Features
+from t2r.attention.products import weighted_sums
 from t2r.kernels import load as load_kernels
 from t2r.kernels.support import is_one_device, kernel_platform
 from t2r.normalizer import Normalizer
@@ -75,7 +76,7 @@ def _outer_products(values: Float[Array, "b m g k"], v: Float[Array, "b m g d"])
 def query_state(state: LinearState, q: Features, normalizer: Normalizer, dtype=None) -> Float[Array, "b n g r d"]:
     """x_out = φ(q)·S / normalizer(φ(q)·z)."""
     values = q.values.astype(jnp.float32)
-    numerator = jnp.einsum("bngrk,bgkd->bngrd", values, state.S)
+    numerator = weighted_sums(jnp.moveaxis(values, 1, 2), state.S)
     denominator = jnp.einsum("bngrk,bgk->bngr", values, state.z)
     return (numerator / normalizer(denominator)[..., None]).astype(dtype or q.values.dtype)
 

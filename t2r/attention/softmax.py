@@ -4,7 +4,6 @@ x_out_i = Σ_j softmax_j(q_i·k_j/√d) v_j. Queries are (b, n, g, r, d), keys a
 `feature_map.py`. The cache holds keys and values as (b, g, m, d): a decoding step then reads each head contiguously.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from t2r.attention.causal import drop_weights, query_blocks
+from t2r.attention.products import dot_products, weighted_sums
 from t2r.batch import pad_length
 from t2r.kernels import load as load_kernels
 from t2r.kernels.support import has_flash_attention, kernel_platform
@@ -20,7 +20,6 @@ from t2r.kernels.support import has_flash_attention, kernel_platform
 KERNEL_LENGTH = 128  # kernels are used for longer sequences only
 CACHE_BLOCKS = (256, 2048)  # slots of a cache that many queries read at once: at least, at most
 BLOCK_LOGITS = 2**26  # 256 MiB: logits of all queries of all heads with a block of the cache
-FEW_QUERIES = 32  # of one group: see `_are_few`
 MASKED_LOGIT = -1e30  # finite: with −∞ a query whose keys are all masked (padding) would give NaN
 
 
@@ -164,47 +163,6 @@ def attend(
     """
     distribution = drop_weights(weights(q, k, allowed, scale), dropout, key, first=offset, length=length)
     return weighted_sums(distribution.astype(v.dtype), v)
-
-
-def dot_products(q: Float[Array, "b n g r d"], k: Float[Array, "b g m d"]) -> Float[Array, "b g n r m"]:
-    """q·k of each query with each key of its group, in float32."""
-    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    plain = functools.partial(product, "bngrd,bgmd->bgnrm")
-    if not _are_few(q.shape[1], q.shape[3]):
-        return plain(q, k)
-
-    def keys_first(q: Array, k: Array) -> Array:
-        queries = _one_axis(jnp.swapaxes(q, 1, 2))
-        # The barrier keeps the order of the factors, which the compiler would exchange to save the transposition.
-        products = jax.lax.optimization_barrier(product("bgmd,bgqd->bgmq", k, queries))
-        return products.mT.reshape(*k.shape[:2], q.shape[1], q.shape[3], k.shape[2])
-
-    return jax.lax.platform_dependent(q, k, cpu=keys_first, default=plain)
-
-
-def weighted_sums(weights: Float[Array, "b g n r m"], v: Float[Array, "b g m d"]) -> Float[Array, "b n g r d"]:
-    """The weighted sum of a group's values, for each of its queries."""
-    plain = functools.partial(jnp.einsum, "bgnrm,bgmd->bngrd")
-    if not _are_few(*weights.shape[2:4]):
-        return plain(weights, v)
-
-    def one_axis(weights: Array, v: Array) -> Array:
-        sums = jnp.einsum("bgqm,bgmd->bgqd", _one_axis(weights), v)
-        return jnp.swapaxes(sums.reshape(*weights.shape[:4], v.shape[3]), 1, 2)
-
-    return jax.lax.platform_dependent(weights, v, cpu=one_axis, default=plain)
-
-
-def _are_few(*sizes: int) -> bool:
-    """Whether a group has several queries, but few, in axes of these sizes.
-
-    XLA's CPU compiler then multiplies several times as fast if they are one axis, and what is larger comes first.
-    """
-    return all(isinstance(size, int) for size in sizes) and 1 < math.prod(sizes) <= FEW_QUERIES  # some may be symbols
-
-
-def _one_axis(x: Float[Array, "b g n r e"]) -> Float[Array, "b g q e"]:
-    return x.reshape(*x.shape[:2], -1, x.shape[4])
 
 
 def causal_attend(

@@ -26,6 +26,7 @@ from t2r.attention import linear
 from t2r.attention.causal import drop_weights
 from t2r.attention.feature_map import Features
 from t2r.attention.linear import LOWEST, QUADRATIC_LENGTH, LinearState
+from t2r.attention.products import weighted_sums
 
 LARGEST = 30.0  # of mix_i above the largest exact score; e^30 leaves a sum of exact weights that float32 can hold
 CHUNK = 64  # queries that share a state in the chunked form
@@ -412,7 +413,7 @@ def _attend(
         if scale is not None:
             values *= jnp.exp(past.log_scale[:, None] - jnp.moveaxis(scale, 1, 2))[..., None, None]
         far += jnp.einsum("bngrk,bgk->bgnr", values, past.z)
-        out = mix[..., None] * jnp.einsum("bngrk,bgkd->bgnrd", values, past.S)
+        out = mix[..., None] * jnp.moveaxis(weighted_sums(jnp.moveaxis(values, 1, 2), past.S), 1, 2)
 
     # Random features may be negative: their sum must not reduce the normaliser.
     total = near + mix * jnp.where(far < 0, 0, far)

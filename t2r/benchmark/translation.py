@@ -75,13 +75,20 @@ def benchmark_translate(
         if path and not Path(path).exists()
     ]
     problems += [f"beam {beam} must be at least 1" for beam in beams if beam < 1]
+    asked_for = {"model": models, "weights": weights, "beams": beams}
+    problems += [f"{name} is empty: give at least one" for name, values in asked_for.items() if not values]
+    problems += _peer_problems(Path(peer)) if peer else []
     raise_all("benchmark translate:", problems)
     if references:
         check_tokenizer("13a")
     if output:
         make_folder(output_folder(output))
-    lines = read_lines(source)[:first]
-    expected = read_lines(references)[: len(lines)] if references else None
+    lines = read_lines(source)
+    expected = read_lines(references) if references else None
+    if expected is not None and len(expected) != len(lines):
+        counts = f"{len(expected):,} lines, and input={source} {len(lines):,}"
+        raise InputError(f"references={references} has {counts}: give one line for each")
+    lines, expected = lines[:first], expected and expected[:first]
     rows = [row for model in models for row in _rows(model, weights, beams, batch)]
     notes: list[str] = []
     if peer:
@@ -138,6 +145,22 @@ def _lengths(path: str, lines: Sequence[str], batch: int) -> list[int]:
     return [len(hypotheses[0].tokens) if hypotheses else 0 for hypotheses in found]
 
 
+def _peer_problems(path: Path) -> list[str]:
+    """What is missing in the directory of a CTranslate2 model, if it will be read."""
+    if importlib.util.find_spec(PEER) is None:
+        return []
+    files = _peer_folder(path) / "model.bin", path / "sentencepiece.model"
+    return [
+        f"ctranslate2={path}: there is no {file}; give a converted model's folder"
+        for file in files
+        if not file.exists()
+    ]
+
+
+def _peer_folder(path: Path) -> Path:
+    return path / "model" if (path / "model").is_dir() else path
+
+
 def _peer_rows(path: Path, weights: Sequence[str], beams: Sequence[int], batch: int, notes: list[str]) -> list[Row]:
     """CTranslate2 with as many threads as the machine has cores; none, and a note, if it is not installed."""
     if importlib.util.find_spec(PEER) is None:
@@ -147,7 +170,7 @@ def _peer_rows(path: Path, weights: Sequence[str], beams: Sequence[int], batch: 
     import sentencepiece
 
     subwords = sentencepiece.SentencePieceProcessor(str(path / "sentencepiece.model"))
-    folder = path / "model" if (path / "model").is_dir() else path
+    folder = _peer_folder(path)
     threads = environment.cores()
     notes.append(f"{PEER} {versions(PEER)[PEER]}, {threads} threads")
 

@@ -28,6 +28,8 @@ _SAME = flags.DEFINE_bool(
 _PEER = flags.DEFINE_string("ctranslate2", None, "Directory of a CTranslate2 model to measure, too.")
 _OUTPUT = flags.DEFINE_string("output", None, "Directory for the results.")
 
+KEPT_IF_INTERRUPTED = "rounds that were complete are in --output, if it was given"
+
 
 def main() -> dict[str, Any]:
     from t2r.benchmark.translation import benchmark_translate

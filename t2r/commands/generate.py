@@ -48,8 +48,8 @@ def main() -> dict[str, Any]:
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     loaded = by_name.load(_MODEL.value, dtype=_DTYPE.value, kernels=_KERNELS.value)
     check_language_model(loaded)
-    if _WEIGHTS.value == "int8":  # float32 by row is no faster with the one sequence that is usual here
-        loaded = loaded._replace(model=for_decoding(loaded.model, "int8"))
+    if _WEIGHTS.value == "int8" or _TEXTS.value or len(_PROMPT.value) > 1:  # float32 by row: faster for several texts
+        loaded = loaded._replace(model=for_decoding(loaded.model, _WEIGHTS.value))
     if _TEXTS.value:
         made = write_texts(
             loaded,

@@ -48,6 +48,12 @@ def split_spec(spec: str) -> list[str]:
     return [part.strip() for part in spec.split(" + ")]
 
 
+def files_of(spec: str) -> list[Path]:
+    """The files that a spec names, whether or not they exist."""
+    names = [part.partition(":") for part in split_spec(spec)]
+    return [Path(name) for kind, _, files in names if kind in ("text", "pairs", "tsv") for name in files.split(",")]
+
+
 def read_text(path: Path) -> str:
     """A UTF-8 text file, decompressed if its name ends in .gz. Empty, binary and broken files are errors."""
     try:

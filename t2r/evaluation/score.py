@@ -11,7 +11,7 @@ import numpy as np
 from t2r.console import Progress
 from t2r.data.pairs import is_pairs, load_pairs
 from t2r.data.prepared import tokenize
-from t2r.data.sources import load_documents
+from t2r.data.sources import files_of, load_documents
 from t2r.data.tokenizer import Words
 from t2r.decode.beam import Beam
 from t2r.decode.translator import TranslateOptions, translate_lines
@@ -113,6 +113,8 @@ def evaluate_pairs(
     check_tokenizer(tokenize)
     if output:
         check_output_file(Path(output))
+        if any(file.exists() and Path(output).exists() and file.samefile(output) for file in files_of(data)):
+            raise InputError(f"--output={output} is a file of --data={data}: choose another file")
     beam = Beam(beam) if isinstance(beam, int) else beam
     sources, references = zip(*itertools.islice(load_pairs(data, split), first))
     began = time.perf_counter()

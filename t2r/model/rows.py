@@ -43,8 +43,10 @@ class Rows(nnx.Module):
         if self.scale is None:
             x = x.astype(self.dtype)
             product = jnp.einsum("oi,bi->ob", self.matrix[...], x, preferred_element_type=jnp.float32)
+            count = x.shape[0]
+            are_few = isinstance(count, int) and count <= FEW_VECTORS  # in an exported program it may be a symbol
             # Without the barrier the compiler computes x Wᵀ where that is what is used in the end.
-            return jax.lax.optimization_barrier(product) if len(x) <= FEW_VECTORS else product
+            return jax.lax.optimization_barrier(product) if are_few else product
         matrix, scale = self.matrix[...], self.scale[...]
         return jax.lax.platform_dependent(matrix, scale, x, cpu=_integer_product, default=_dequantised_product)
 

@@ -76,8 +76,7 @@ class ServedModel:
         say(f"{name}: loading {path}" if name != path else f"loading {path}")
         loaded = by_name.load(path, dtype=dtype, kernels=kernels)
         check_language_model(loaded)
-        if weights == "int8":
-            loaded = loaded._replace(model=for_decoding(loaded.model, "int8"))
+        loaded = loaded._replace(model=for_decoding(loaded.model, weights))
         self.name, self.path, self.limits = name, path, limits
         self.provenance = loaded.provenance
         self.tokenizer: Tokenizer = loaded.tokenizer

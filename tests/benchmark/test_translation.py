@@ -48,6 +48,18 @@ def test_without_ctranslate2_the_rest_is_measured(folder, monkeypatch):
     assert len(summary["rows"]) == 1 and "cannot be imported" in summary["notes"][0]
 
 
-def test_unknown_weights_are_refused(folder):
-    with pytest.raises(InputError, match="int4: choose from float32, int8"):
-        benchmark_translate([str(folder / "model")], str(folder / "lines"), weights=["int4"])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(weights=["int4"]), "int4: choose from float32, int8"),
+        (dict(weights=[]), "weights is empty"),
+        (dict(references="short"), "short has 2 lines, and input=lines 3"),
+        (dict(peer="none"), "none/model.bin does not exist"),
+    ],
+)
+def test_wrong_options_are_refused(folder, monkeypatch, options, message):
+    monkeypatch.setattr(translation, "PEER", "json")  # which can be imported
+    monkeypatch.chdir(folder)
+    (folder / "short").write_text("one\ntwo\n")
+    with pytest.raises(InputError, match=message):
+        benchmark_translate(["model"], "lines", **options)
