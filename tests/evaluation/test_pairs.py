@@ -13,6 +13,7 @@ def test_a_file_of_the_data_is_not_replaced_by_translations(tmp_path, name):
     folder.mkdir()
     for side in ("source", "target"):
         (folder / side).write_text("one\n")
+    data = f"pairs:{folder}/source,{folder}/target"
     with pytest.raises(InputError, match="choose another file"):
-        evaluate_pairs(LoadedModel(None, None, {}), f"pairs:{folder}/source,{folder}/target", "all", output=folder / name)
+        evaluate_pairs(LoadedModel(None, None, {}), data, "all", output=folder / name)
     assert (folder / "target").read_text() == "one\n"
