@@ -150,11 +150,7 @@ def _peer_problems(path: Path) -> list[str]:
     if importlib.util.find_spec(PEER) is None:
         return []
     files = _peer_folder(path) / "model.bin", path / "sentencepiece.model"
-    return [
-        f"ctranslate2={path}: there is no {file}; give a converted model's folder"
-        for file in files
-        if not file.exists()
-    ]
+    return [f"ctranslate2={path}: {file} does not exist: give a converted model" for file in files if not file.exists()]
 
 
 def _peer_folder(path: Path) -> Path:
