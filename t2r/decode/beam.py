@@ -157,7 +157,7 @@ def _translate(
     start = lambda *new: begin(graph, arrays, *new, *options)  # noqa: E731
     shapes = jax.eval_shape(start, jnp.zeros((rows, _room(width)), jnp.int32), jnp.zeros(rows, jnp.int32))
     search = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)._replace(done=jnp.ones(rows, bool))
-    shrinks = jax.default_backend() == "cpu"  # elsewhere fewer rows take as long
+    shrinks = packed is None and jax.default_backend() == "cpu"  # elsewhere fewer rows take as long
     done, owner, steps = np.ones(rows, bool), np.full(rows, -1), np.zeros(rows, int)
 
     def with_room(search: Search) -> Search:
