@@ -6,6 +6,7 @@ factor comes first (results/NOTES.md). Elsewhere, and with many queries, these a
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ def weighted_sums(weights: Float[Array, "b g n r m"], v: Float[Array, "b g m d"]
     return jax.lax.platform_dependent(weights, v, cpu=one_axis, default=plain)
 
 
-def _are_few(*sizes: int) -> bool:
+def _are_few(*sizes: Any) -> bool:
     """Whether a group has several queries, but few, in axes of these sizes."""
     return all(isinstance(size, int) for size in sizes) and 1 < math.prod(sizes) <= FEW_QUERIES  # some may be symbols
 
