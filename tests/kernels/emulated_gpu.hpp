@@ -202,6 +202,7 @@ inline void load_async(void* to, const void* from, u32 bytes, u64* barrier) {
   std::memcpy(to, from, bytes);
   arrive(emulated(barrier), bytes);
 }
+inline void load_once(void* to, const void* from, u32 bytes, u64* barrier) { load_async(to, from, bytes, barrier); }
 
 inline void fence_before_store() {}
 inline void store_async(void* to, const void* from, u32 bytes) { std::memcpy(to, from, bytes); }
@@ -242,7 +243,7 @@ inline bool run(void (*function)(void**), void** pointers, int count, int ranks,
   threads.resize(count * block_threads);
   for (Block& block : blocks) {
     block.memory.reset(new unsigned char[memory + 128]);
-    std::memset(block.memory.get(), 0x7f, memory + 128);  // a GPU does not zero it either
+    std::memset(block.memory.get(), 0xff, memory + 128);  // NaN: a GPU does not zero it either
     block.shared = (unsigned char*)(((size_t)block.memory.get() + 127) / 128 * 128);
     block.warps.resize(block_threads / 32);
   }

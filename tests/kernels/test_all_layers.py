@@ -21,6 +21,8 @@ from tests.conftest import error, make_model, micro, micro_mt, random_tokens
 from tests.kernels.emulation import emulate
 
 T2R = AttentionSpec("linear", "t2r", 16)
+HEDGEHOG = AttentionSpec("linear", "hedgehog", 24)
+HEDGEHOG_WINDOWED = AttentionSpec("windowed", "hedgehog", 24, window=3, sinks=1)
 MERGED = AttentionSpec("merged", "t2r", 16)
 WINDOWED = AttentionSpec("windowed", "t2r", 16, window=3, sinks=1)
 SOFTMAX = AttentionSpec()
@@ -52,6 +54,8 @@ CASES = {  # fields of the model, batch, clusters, ranks
     "norms after": (dict(PAPER, norm_placement="after", attention=(MERGED, T2R), activation="gelu"), 4, 2, 2),
     "gated GELU": (dict(PAPER, gated=True, activation="gelu_exact", attention=(T2R,)), 4, 2, 2),
     "wide": (dict(LLAMA, width=2112, feedforward=48, layers=1, attention=(T2R,)), 17, 2, 2),  # the stream in two rounds
+    "pairs of outputs": (dict(LLAMA, width=448, feedforward=400, attention=(T2R, SOFTMAX)), 5, 3, 2),
+    "hedgehog": (dict(LLAMA, layers=3, attention=(HEDGEHOG, HEDGEHOG_WINDOWED, SOFTMAX)), 5, 3, 2),
     "few features": (dict(LLAMA, attention=(dataclasses.replace(T2R, features=4), WINDOWED)), 3, 2, 2),
 }  # fmt: skip
 TRANSLATION = dict(heads=2, head_dim=32, width=64, feedforward=128, layers=2, encoder_layers=1)
@@ -225,6 +229,7 @@ def test_which_models_are_supported():
     for fields in (
         dict(norm_placement="both"), dict(parallel=True), dict(head_dim=24), dict(width=40),
         dict(query_norm=True, query_norm_heads=True), dict(attention=(AttentionSpec("linear", "elu"),)),
+        dict(attention=(T2R, HEDGEHOG)),
         dict(attention=(AttentionSpec("linear", "t2r", 6),)), dict(attention=(T2R, AttentionSpec(window=4))),
         dict(attention=(WINDOWED, dataclasses.replace(WINDOWED, window=4))),
     ):  # fmt: skip

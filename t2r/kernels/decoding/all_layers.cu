@@ -173,7 +173,9 @@ void count_tokens(const Fixed& fixed) {
 void initialise(Shared& shared, const float* keep, const float* angles, const int* capacity) {
   Fixed& fixed = shared.fixed;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < WARPS * SLOTS; i++) init_barrier(&shared.loaded[0][i], 1);
+    for (auto& slots : shared.loaded) {
+      for (u64& barrier : slots) init_barrier(&barrier, 1);
+    }
     for (u64* barrier = fixed.vector_barrier; barrier <= &fixed.hidden_barrier; barrier++) init_barrier(barrier, 1);
     fence_barrier_init();
     expect_bytes(&fixed.parts_barrier, PARTS_BYTES);
@@ -183,8 +185,10 @@ void initialise(Shared& shared, const float* keep, const float* angles, const in
   // Inputs that are padding have weights of zero: they must be numbers.
   for (u32 i = threadIdx.x; i < OPERAND / 8 * ROWS; i += THREADS) fixed.operand[i] = make_uint4(0, 0, 0, 0);
   if (PADDED) {  // features that no state has are multiplied by zero: they must be numbers
-    for (u32 i = threadIdx.x; i < RANK_ROWS * S_SIZE; i += THREADS) fixed.S[0][i] = 0;
-    for (u32 i = threadIdx.x; i < RANK_ROWS * FEATURES; i += THREADS) fixed.z[0][i] = 0;
+    for (int place = 0; place < RANK_ROWS; place++) {
+      for (u32 i = threadIdx.x; i < S_SIZE; i += THREADS) fixed.S[place][i] = 0;
+      for (u32 i = threadIdx.x; i < FEATURES; i += THREADS) fixed.z[place][i] = 0;
+    }
   }
   for (u32 i = threadIdx.x; i < LAYERS * BATCH; i += THREADS) {
     const Layer& layer = fixed.layers[i / BATCH];

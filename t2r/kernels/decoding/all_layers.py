@@ -4,8 +4,9 @@ The kernel is `all_layers.cu`, which says how it works. It is compiled for the a
 the sizes as macros and launches it, with weights that `layers_packing` has put into the order of reading.
 
 It computes pre- or post-norm layers (layer or RMS norms), plain or gated feed-forwards, with or without biases, rotary
-positions, query norms, grouped heads, and in each layer merged or plain T2R attention, T2R with a window, or softmax.
-In translation models, cross attention is T2R, merged or not, or softmax, over the state of each source.
+positions, query norms, grouped heads, and in each layer merged or plain T2R attention, Hedgehog, either of them with a
+window, or softmax. In translation models, cross attention is one of these without a window, over the state of each
+source.
 
 Thread blocks add their results in the order in which they finish, so the last bits of activations may differ from run
 to run; with kernels="off" they do not.
@@ -27,6 +28,7 @@ from t2r.kernels.decoding.layers_packing import (
     PackedLayers,
     Sizes,
     features_of,
+    is_hedgehog,
     kernel_layers,
     tile_order,
 )
@@ -199,6 +201,7 @@ def definitions(
     window, sinks = windows.pop() if windows else (1, 0)
     normalizers = {attention.normalizer for attention in attentions if attention.kind in ("linear", "merged")}
     clamps, value = normalizers.pop() if normalizers else (True, 1.0)
+    hedgehog = any(map(is_hedgehog, attentions))
     inputs = [f"const Fragment* weights{i}" for i in range(len(layers))]
     inputs += [f"const Vectors* vectors{i}" for i in range(len(layers))]
     inputs += ["const float* keep", "const float* angles", "const int* capacity"]
@@ -237,6 +240,8 @@ def definitions(
         MOST_SLOTS=grid.slots,
         INT8=int(sizes.int8),
         CHUNK_TILES=sizes.chunk_tiles,
+        OUTPUTS_AT_ONCE=sizes.outputs_at_once,
+        LARGE=int(sizes.large),
         REDUCED=REDUCED,
         ROUND_OPERANDS=ROUND_OPERANDS,
         GATED=int(config.gated),
@@ -246,6 +251,8 @@ def definitions(
         NORM_EPS=f"{config.norm_eps:e}f",
         QUERY_NORM=int(config.query_norm),
         QUERY_SCALE=f"{config.head_dim**-0.5:.9e}f",
+        HEDGEHOG=int(hedgehog),
+        MAP_QUERY_SCALE="1.f" if hedgehog else "QUERY_SCALE",
         NORMALIZER_CLAMPS=int(clamps),
         NORMALIZER_VALUE=f"{value:e}f",
         MOST_QKV=sizes.qkv_most,

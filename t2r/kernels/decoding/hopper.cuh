@@ -98,6 +98,14 @@ void load_async(void* to, const void* from, u32 bytes, u64* barrier) {
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
+// The same for what is read once in a step: it leaves the L2 cache first, so that what blocks exchange there stays.
+void load_once(void* to, const void* from, u32 bytes, u64* barrier) {
+  constexpr u64 EVICT_FIRST = 0x12F0000000000000;  // what createpolicy.fractional.L2::evict_first gives
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(EVICT_FIRST)
+               : "memory");
+}
+
 // Asynchronous stores to global memory. Threads that have written the data call the fence; then one thread stores it,
 // commits, and waits until the data has been read, or until it has been stored.
 

@@ -28,11 +28,11 @@ void load_state(Shared& shared, int layer, int i) {
     u64* barrier = &shared.fixed.state_barrier;
     expect_bytes(barrier, bytes);
     for_each_state(role, role.head + i * CLUSTERS, own.kind, [&](int place, int index) {
-      load_async(shared.fixed.S[place], own.S + (u64)index * (part.S / 4), part.S, barrier);
-      load_async(shared.fixed.z[place], own.z + (u64)index * (part.z / 4), part.z, barrier);
+      load_once(shared.fixed.S[place], own.S + (u64)index * (part.S / 4), part.S, barrier);
+      load_once(shared.fixed.z[place], own.z + (u64)index * (part.z / 4), part.z, barrier);
       if (slots) {
-        load_async(shared.fixed.window[place][0], own.k + (u64)index * (slots / 4), slots, barrier);
-        load_async(shared.fixed.window[place][1], own.v + (u64)index * (slots / 4), slots, barrier);
+        load_once(shared.fixed.window[place][0], own.k + (u64)index * (slots / 4), slots, barrier);
+        load_once(shared.fixed.window[place][1], own.v + (u64)index * (slots / 4), slots, barrier);
       }
     });
     return;
@@ -61,7 +61,7 @@ void load_vectors(Shared& shared, int layer) {
   Fixed& fixed = shared.fixed;
   u64* barrier = &fixed.vector_barrier[layer % 2];
   expect_bytes(barrier, sizeof(Vectors));
-  load_async(&fixed.vectors[layer % 2], fixed.layers[layer].vectors + blockIdx.x, sizeof(Vectors), barrier);
+  load_once(&fixed.vectors[layer % 2], fixed.layers[layer].vectors + blockIdx.x, sizeof(Vectors), barrier);
 }
 
 // Attention. Warps divide items among themselves: use(place, item) for `items` of each of this rank's sequences.
@@ -111,9 +111,20 @@ int quarter() { return lane() % 4; }
 constexpr int OWN_QUERIES = StateRole::queries;
 constexpr int MAPPED = RANK_ROWS * (OWN_QUERIES + 1);  // vectors that φ maps: of each sequence its queries, then a key
 
-// φ of all queries, and of the key that enters S and z: the new one, or the one that leaves the window, if one does.
-// Cross attention has no key. By tensor cores: 16 vectors with 8 features, of which thread (g, c) of 8 × 4 has 2c and
-// 2c + 1 of vectors g and g + 8. The order of channels in a sum is free: a thread has four consecutive ones of 16.
+// Hedgehog's φ, from its exponents; by a warp.
+void softmax_of_features(float (&features)[FEATURES], bool is_mapped) {
+  float largest = -1e30f, sum = 0;
+  for (int f = lane(); f < FEATURES; f += 32) largest = fmaxf(largest, features[f]);
+  largest = largest_over_lanes(largest, 1, 16);
+  for (int f = lane(); f < FEATURES; f += 32) sum += features[f] = expf(features[f] - largest);
+  sum = sum_over_lanes(sum, 1, 16);
+  for (int f = lane(); f < FEATURES; f += 32) features[f] = is_mapped ? features[f] / sum : 0;
+}
+
+// φ of all queries, and of the key that enters S and z: the new one, or the one that leaves the window, if one does;
+// otherwise the key's is zero. Cross attention has no key. By tensor cores: 16 vectors with 8 features, of which thread
+// (g, c) of 8 × 4 has 2c and 2c + 1 of vectors g and g + 8. The order of channels in a sum is free: a thread has four
+// consecutive ones of 16.
 void map_features(Fixed& fixed, const StateRole& role, int layer, int kind, const HeadVectors& vectors) {
   const auto enters = [&](int row) { return kind == WINDOWED ? leaves(fixed, layer, row) : fixed.keep[row] > 0; };
   if (is_merged(kind)) {
@@ -154,10 +165,17 @@ void map_features(Fixed& fixed, const StateRole& role, int layer, int kind, cons
         const int vector = first + i / 2 * 8, f = feature + quarter() * 2 + i % 2;
         const int place = vector / (OWN_QUERIES + 1), head = vector % (OWN_QUERIES + 1), row = role.row(place);
         if (vector >= MAPPED || row >= BATCH) continue;
-        const float mapped = fmaxf(sums[i] * (head < OWN_QUERIES ? QUERY_SCALE : 1) + vectors.map_bias[f], 0.f);
+        const float mapped = sums[i] * (head < OWN_QUERIES ? MAP_QUERY_SCALE : 1) + vectors.map_bias[f];
         const bool is_mapped = head < OWN_QUERIES || (!is_cross(kind) && enters(row));
-        fixed.features[place][head][f] = is_mapped ? mapped : 0;
+        fixed.features[place][head][f] = HEDGEHOG ? mapped : is_mapped ? fmaxf(mapped, 0.f) : 0;
       }
+    }
+    if (HEDGEHOG) {
+      sync();
+      for_each_by_warp(role, OWN_QUERIES + 1, [&](int place, int head) {
+        const bool is_mapped = head < OWN_QUERIES || (!is_cross(kind) && enters(role.row(place)));
+        softmax_of_features(fixed.features[place][head], is_mapped);
+      });
     }
   }
   if (kind == WINDOWED) {

@@ -20,14 +20,19 @@ from t2r.kernels.decoding.support import Grid, cross_attention, grid_for, in_8_b
 
 TILE = 16  # outputs and inputs of a tile
 MOST_CHUNK_TILES = 8  # of a chunk, which is loaded at once
+MOST_CHUNKS = 12  # of a warp and layer; with more, layers are LARGE
 REDUCED = 4  # tiles whose sums are added up at once
+LEAST_EXPONENT = -1e30  # of features that are padding
 ROUND_OPERANDS = 32  # 16 channels of 16 sequences each: those that a thread has registers for
 
 
 class PackedLayers(NamedTuple):
-    """For each layer the matrices of all warps of all thread blocks as tiles, and the vectors of blocks."""
+    """For each layer the matrices of all warps of all thread blocks as tiles, and the vectors of blocks.
 
-    tiles: tuple[Array, ...]  # (blocks * warps, chunks, chunk_tiles * TILE²) bfloat16 or int8
+    The tiles of large layers have the chunks as first axis: what warps read at about the same time is together.
+    """
+
+    tiles: tuple[Array, ...]  # (blocks * warps, chunks, chunk_tiles * TILE²), or chunks first; bfloat16 or int8
     vectors: tuple[Array, ...]  # (blocks, size) float32
 
 
@@ -180,6 +185,17 @@ class Sizes(NamedTuple):
         return _chunk_tiles(self)
 
     @property
+    def outputs_at_once(self) -> int:
+        """Tiles of outputs that a warp computes together in a product that is added to the stream."""
+        return _outputs_at_once(self, self.chunk_tiles)
+
+    @property
+    def large(self) -> bool:
+        """Whether memory must not be idle: rings of weights hold a small part of a layer."""
+        chunks = max(tile_order(self, kind).shape[1] // self.chunk_tiles for kind in self.kinds)
+        return chunks > MOST_CHUNKS
+
+    @property
     def rounds(self) -> int:
         """How many times a product with the stream reads a part of it; with several, for every REDUCED tiles again."""
         operands = -(-self.warp_steps // self.chunk_tiles) * self.chunk_tiles * self.groups
@@ -208,17 +224,33 @@ def _chunk_tiles(sizes: Sizes) -> int:
         for kind in sizes.kinds:
             products = heads * sizes.most(sizes.qkv(kind) // TILE) + units
             inputs = [sizes.attended(kind) // TILE] * heads + [units * ranks * sizes.unit_tile // TILE]
-            chunks += products * -(-sizes.warp_steps // tiles) + stream * sum(-(-steps // tiles) for steps in inputs)
+            outputs = _outputs_at_once(sizes, tiles)
+            chunks += products * -(-sizes.warp_steps // tiles)
+            chunks += stream // outputs * sum(-(-steps * outputs // tiles) for steps in inputs)
         return chunks * (tiles + 2)
 
     return min(range(MOST_CHUNK_TILES, 2, -1), key=cost)
 
 
+def _outputs_at_once(sizes: Sizes, chunk_tiles: int) -> int:
+    """2 if all warps have pairs of them: then inputs are read half as often, and less is padded."""
+    pairs = (sizes.width // TILE) % (2 * sizes.grid.ranks * sizes.grid.warps) == 0
+    return 2 if pairs and chunk_tiles % 2 == 0 else 1
+
+
 def features_of(attention: Any) -> int:
-    """The feature size of T2R attention; 0 for softmax."""
+    """The feature size of T2R or Hedgehog attention; 0 for softmax."""
     if attention.kind == "merged":
         return attention.key.kernel.shape[2]
-    return 0 if attention.kind == "softmax" else attention.feature_map.weight.shape[1]
+    if attention.kind == "softmax":
+        return 0
+    rows = attention.feature_map.weight.shape[1]
+    return 2 * rows if is_hedgehog(attention) else rows
+
+
+def is_hedgehog(attention: Any) -> bool:
+    """Whether φ is softmax([W x, −W x]); otherwise it is T2R's."""
+    return getattr(getattr(attention, "feature_map", None), "is_softmax", False)
 
 
 # Packing. A layer's four matrices are cut into tiles, which have numbers: of all outputs' tiles one after the other, by
@@ -260,7 +292,9 @@ def pack(model: Any, batch: int, grid: Grid | None = None) -> PackedLayers:
         cut = jnp.concatenate([cut_into_tiles(matrix.weights) for matrix in matrices if matrix is not None])
         cut = jnp.pad(cut, [(0, 1), (0, 0)])  # the last tile is zero: padding
         order = tile_order(sizes, layer.kind)
-        tiles.append(cut[order].reshape(len(order), -1, sizes.chunk_tiles * TILE * TILE))
+        chunks = order.reshape(len(order), -1, sizes.chunk_tiles)
+        chunks = chunks.swapaxes(0, 1) if sizes.large else chunks
+        tiles.append(cut[chunks].reshape(*chunks.shape[:2], -1))
         vectors.append(pack_vectors(layer, matrices, sizes, norms_after))
     return PackedLayers(tuple(tiles), tuple(vectors))
 
@@ -331,7 +365,7 @@ def warp_tiles(sizes: Sizes, kind: str, cluster: int, rank: int, warp: int) -> I
     """The numbers of a warp's tiles, in the order of reading.
 
     Of n warps it has every n-th 16 channels in a product with the stream; in the others, every n-th tile of outputs.
-    The tiles of an output are padded to whole chunks.
+    The tiles of outputs that are computed together are padded to whole chunks.
     """
     steps, warps = sizes.width // TILE, sizes.grid.warps
     stream, own_steps = sizes.dealt(steps, rank)[warp::warps], np.arange(warp, steps, warps)
@@ -372,8 +406,10 @@ def operand_tiles(
     sizes: Sizes, rows: Int[np.ndarray, "n"], steps: Int[np.ndarray, "k"]
 ) -> Iterator[Int[np.ndarray, "tiles"]]:
     """The same of a product whose outputs are added to the stream."""
-    for row in rows:
-        yield padded(row + steps, -(-len(steps) // sizes.chunk_tiles) * sizes.chunk_tiles)
+    outputs = sizes.outputs_at_once
+    for first in range(0, len(rows), outputs):
+        tiles = (rows[first : first + outputs] + steps[:, None]).reshape(-1)  # of these outputs in turn
+        yield padded(tiles, -(-len(tiles) // sizes.chunk_tiles) * sizes.chunk_tiles)
 
 
 def padded(tiles: Int[np.ndarray, "n"], size: int) -> Int[np.ndarray, "size"]:
@@ -468,10 +504,15 @@ def head_vectors(layer: Layer, sizes: Sizes, head: int) -> Float[Array, "n"]:
     scales = [jnp.ones(dim), jnp.ones(dim)]
     mixture = [jnp.zeros(most * dim), jnp.zeros(-(-most // 4) * 4)]
     if attention.kind in ("linear", "windowed"):
-        weight = attention.feature_map.weight[...][kv_head].astype(jnp.bfloat16)  # (features, dim)
-        weight = jnp.pad(weight, [(0, extra), (0, 0)])
+        phi = attention.feature_map
+        weight = phi.weight[...][kv_head]  # (features, dim)
+        if is_hedgehog(attention):
+            weight = phi.input_scale * jnp.concatenate([weight, -weight])
+            map_bias = jnp.where(jnp.arange(features) < len(weight), 0.0, LEAST_EXPONENT)
+        else:
+            map_bias = jnp.pad(phi.bias[...][kv_head], (0, extra))
+        weight = jnp.pad(weight.astype(jnp.bfloat16), [(0, extra), (0, 0)])
         pairs = jax.lax.bitcast_convert_type(weight.reshape(features, dim // 2, 2), jnp.float32).T.reshape(-1)
-        map_bias = jnp.pad(attention.feature_map.bias[...][kv_head], (0, extra))
     if attention.kind != "merged" and attention.shape.norm_eps is not None:
         scales = [norm.scale[...] for norm in (attention.query_norm, attention.key_norm)]
     if attention.kind == "windowed":

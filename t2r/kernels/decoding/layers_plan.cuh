@@ -35,14 +35,16 @@ constexpr int MOST_UNITS = MOST_UP_TILES * RANKS * UNIT_TILE;    // of a cluster
 
 // Chunks of an output tile, which are padded to CHUNK_TILES tiles. In a product with the stream a warp has every WARPS-th
 // 16 channels, and a thread has registers for those of a round: if there are more rounds than one, x is read again for
-// every REDUCED tiles, whose partial sums are added up at once. In the others a warp has all inputs of its output tiles.
+// every REDUCED tiles, whose partial sums are added up at once. In the others a warp has all inputs of its output tiles:
+// its chunks have tiles of OUTPUTS_AT_ONCE outputs in turn, for CHUNK_STEPS times 16 inputs.
 constexpr int WARP_CHUNKS = share(share(STEPS, 0, WARPS), 0, CHUNK_TILES);
 constexpr int ROUNDS = share(WARP_CHUNKS * CHUNK_TILES * GROUPS, 0, ROUND_OPERANDS > CHUNK_TILES * GROUPS
                                                                         ? ROUND_OPERANDS : CHUNK_TILES * GROUPS);
 constexpr int ROUND_CHUNKS = share(WARP_CHUNKS, 0, ROUNDS), ROUND_STEPS = ROUND_CHUNKS * CHUNK_TILES;
 constexpr int STREAM_CHUNKS = ROUNDS * ROUND_CHUNKS;
-constexpr int operand_chunks(int inputs) { return share(inputs / 16, 0, CHUNK_TILES); }
-constexpr int OPERAND = operand_chunks(MOST_ATTENDED > MOST_UNITS ? MOST_ATTENDED : MOST_UNITS) * CHUNK_TILES * 16;
+constexpr int CHUNK_STEPS = CHUNK_TILES / OUTPUTS_AT_ONCE;
+constexpr int operand_chunks(int inputs) { return share(inputs / 16, 0, CHUNK_STEPS); }
+constexpr int OPERAND = operand_chunks(MOST_ATTENDED > MOST_UNITS ? MOST_ATTENDED : MOST_UNITS) * CHUNK_STEPS * 16;
 
 static_assert(WIDTH % 16 == 0 && HEAD_DIM % 16 == 0 && FEATURES % 16 == 0, "unsupported sizes");
 static_assert(FEEDFORWARD % (UNIT_TILE * RANKS) == 0 && RANKS * UNIT_TILE % 16 == 0, "unsupported sizes");
@@ -89,10 +91,10 @@ struct Role {
   }
   int stream_tiles() const { return share(STREAM_TILES, rank, RANKS); }
   int units() const { return up_tiles() * RANKS * UNIT_TILE; }
+  int outputs(int warp) const { return share(stream_tiles(), warp, WARPS) / OUTPUTS_AT_ONCE; }
   int chunks(int warp) const {  // that a warp reads in the whole layer
-    const int outputs = share(stream_tiles(), warp, WARPS);
     return (heads * qkv_tiles() + up_tiles()) * STREAM_CHUNKS +
-           outputs * (heads * operand_chunks(attended) + operand_chunks(units()));
+           outputs(warp) * (heads * operand_chunks(attended) + operand_chunks(units()));
   }
 
   // The sequences of this cluster: row n · replicas + replica is its nth. The first of the `splits` ranks that have it
@@ -180,12 +182,8 @@ struct Fixed {
 };
 
 // Each warp has a ring of weights. Where it has few chunks of a layer, a slot of the ring has several.
-constexpr int MOST_CHUNKS = (MOST_HEADS * MOST_QKV_TILES + MOST_UP_TILES) * STREAM_CHUNKS +
-                            share(MOST_STREAM_TILES, 0, WARPS) *
-                                (MOST_HEADS * operand_chunks(MOST_ATTENDED) + operand_chunks(MOST_UNITS));
 constexpr int FITTING_CHUNKS =
     (SHARED_MEMORY - (int)sizeof(Fixed) - 256) / (WARPS * (CHUNK * (int)sizeof(Fragment) + 8));
-constexpr bool LARGE = MOST_CHUNKS > 12;  // memory must not be idle: what was read is loaded over at once
 constexpr int SLOT_CHUNKS = LARGE || FITTING_CHUNKS < 6 ? 1 : FITTING_CHUNKS < 9 ? 2 : 3;  // three slots fit
 constexpr int FITTING_SLOTS = FITTING_CHUNKS / SLOT_CHUNKS;
 constexpr int SLOTS = FITTING_SLOTS < MOST_SLOTS ? FITTING_SLOTS : MOST_SLOTS;

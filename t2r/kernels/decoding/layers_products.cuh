@@ -159,8 +159,9 @@ void stream_product(Shared& shared, Weights& weights, const float* x, int tiles,
   }
 }
 
-// The second product: of `operand`, for this rank's channels of the stream; each warp has every WARPS-th tile of them.
-// Adds the result to buffer `to` for the rows that `has` accepts. The first weights are read before the operand arrives.
+// The second product: of `operand`, for this rank's channels of the stream; each warp has every WARPS-th tile of them,
+// OUTPUTS_AT_ONCE together. Adds the result to buffer `to` for the rows that `has` accepts. The first weights are read
+// before the operand arrives.
 
 template <typename AnyRole>
 struct OperandProduct {
@@ -172,7 +173,7 @@ struct OperandProduct {
 
   OperandProduct(Weights& weights, const AnyRole& role, int inputs)
       : weights(weights), role(role), chunks(operand_chunks(inputs)),
-        left(share(role.stream_tiles(), weights.warp, WARPS) * chunks) {
+        left(role.outputs(weights.warp) * chunks) {
     if (left > 0) {
       now = weights.read();
     } else {
@@ -183,30 +184,34 @@ struct OperandProduct {
   template <typename Has>
   void run(Shared& shared, const float* scale, float* to, Has has) {
 #pragma unroll 1
-    for (int tile = weights.warp; tile < role.stream_tiles(); tile += WARPS) {
+    for (int tile = weights.warp; tile < role.stream_tiles(); tile += WARPS * OUTPUTS_AT_ONCE) {
       const uint2* operand = (const uint2*)shared.fixed.operand + lane();  // thread (a, b) has rows a and a + 8
-      Sums sums = {};
+      Sums sums[OUTPUTS_AT_ONCE] = {};
 #pragma unroll 1
-      for (int chunk = 0; chunk < chunks; chunk++, operand += CHUNK_TILES * ROWS * 4) {
-        uint4 x[CHUNK_TILES][GROUPS];
+      for (int chunk = 0; chunk < chunks; chunk++, operand += CHUNK_STEPS * ROWS * 4) {
+        uint4 x[CHUNK_STEPS][GROUPS];
 #pragma unroll
-        for (int i = 0; i < CHUNK_TILES * GROUPS; i++) {
+        for (int i = 0; i < CHUNK_STEPS * GROUPS; i++) {
           const uint2* low = operand + (i / GROUPS * ROWS + i % GROUPS * 16) * 4;
           x[i / GROUPS][i % GROUPS] = make_uint4(low[0].x, low[32].x, low[0].y, low[32].y);
         }
         Chunk after = now;
         if (--left > 0) after = weights.read();
-        multiply_chunk(sums, x, now);
+#pragma unroll
+        for (int i = 0; i < CHUNK_TILES; i++) {
+          const int step = i / OUTPUTS_AT_ONCE;
+          multiply_tile(sums[i % OUTPUTS_AT_ONCE][step % CHAINS], x[step], now.tiles[i]);
+        }
         weights.release();
         now = after;
       }
       const int output = lane() % 4 * 4;
 #pragma unroll
-      for (int j = 0; j < 2 * GROUPS; j++) {
-        float4 four = four_outputs(sums, j / 2, j % 2);
-        const int row = lane() / 4 + 8 * j;
-        if (INT8) four = multiplied(four, four_at(scale + tile * 16 + output));
-        if (has(row)) atomic_add(to + stream_index(row, role.rank + tile * RANKS, output), four);
+      for (int j = 0; j < 2 * GROUPS * OUTPUTS_AT_ONCE; j++) {
+        const int own = tile + j / (2 * GROUPS) * WARPS, half = j % (2 * GROUPS), row = lane() / 4 + 8 * half;
+        float4 four = four_outputs(sums[j / (2 * GROUPS)], half / 2, half % 2);
+        if (INT8) four = multiplied(four, four_at(scale + own * 16 + output));
+        if (has(row)) atomic_add(to + stream_index(row, role.rank + own * RANKS, output), four);
       }
     }
   }

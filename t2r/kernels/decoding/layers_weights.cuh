@@ -3,9 +3,12 @@
 // Each warp has its own: a sequence of chunks of CHUNK_TILES tiles, in the order in which it reads them. It loads them
 // into its ring, and loads the next one over each that it has read, across products, barriers and layers. So no warp waits
 // for another one's. A slot of the ring is loaded at once; it has several chunks, where layers are small, because to wait
-// for a slot and to start a copy takes about as long as to multiply a chunk. A chunk is of one output tile: what a product
-// reads is padded to whole chunks by tiles of zeros, so that a thread knows where each tile is, and multiplies them
-// without any branch.
+// for a slot and to start a copy takes about as long as to multiply a chunk. A chunk is of one output tile, or of
+// OUTPUTS_AT_ONCE in turn: what a product reads is padded to whole chunks by tiles of zeros, so that a thread knows where
+// each tile is, and multiplies them without any branch.
+//
+// Of LARGE layers, rings hold a small part: memory must not be idle, so each chunk that was read is loaded over at once.
+// There the chunks that all warps read at about the same time are neighbours in global memory.
 
 #if INT8
 // Two of four 8-bit integers, as bfloat16. 0x43 before a byte makes 128 + its lower 7 bits, or with only its sign bit
@@ -44,15 +47,15 @@ struct Weights {
     while (chunks == 0 && layer + 1 < LAYERS) {
       const Layer& own = shared.fixed.layers[++layer];
       chunks = shared.fixed.chunks[layer][warp];
-      next = own.weights + (u64)((blockIdx.x * WARPS + warp) * own.chunks) * CHUNK;
+      next = own.weights + (u64)((blockIdx.x * WARPS + warp) * (LARGE ? 1 : own.chunks)) * CHUNK;
     }
     if (chunks == 0) return;  // all are loaded
     const int count = chunks < SLOT_CHUNKS ? chunks : SLOT_CHUNKS;
     if (lane() == 0) {
       expect_bytes(&loaded[free], count * CHUNK * sizeof(Fragment));
-      load_async(ring + free * SLOT_CHUNKS * CHUNK, next, count * CHUNK * sizeof(Fragment), &loaded[free]);
+      load_once(ring + free * SLOT_CHUNKS * CHUNK, next, count * CHUNK * sizeof(Fragment), &loaded[free]);
     }
-    next += count * CHUNK, chunks -= count;
+    next += (LARGE ? BLOCKS * WARPS : count) * CHUNK, chunks -= count;
     free = free + 1 < SLOTS ? free + 1 : 0;
   }
 

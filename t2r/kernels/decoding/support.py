@@ -117,13 +117,15 @@ def all_layers_problems(model: Any) -> list[str]:
     config, attentions, specs = model.config, [block.attention for block in model.blocks], model.config.attention
     recurrent = [spec for spec in (*specs, *config.cross_attention) if spec.kind != "softmax"]
     windows = {(spec.window, spec.sinks) for spec in recurrent if spec.kind == "windowed"}
+    maps = {spec.feature_map for spec in recurrent}
     rotated = {len(a.shape.rotary.frequencies(config.head_dim)) for a in attentions if a.shape.rotary is not None}
     problems = {
         "cross attention has query norms": config.encoder_layers and config.query_norm,
         f"norm_placement={config.norm_placement!r}": config.norm_placement not in ("before", "after"),
         "its branches are parallel": config.parallel,
         "its query norms are over all heads": config.query_norm and config.query_norm_heads,
-        "a feature map is not T2R's": any(spec.feature_map != "t2r" for spec in recurrent),
+        "a feature map is neither T2R's nor Hedgehog's": maps - {"t2r", "hedgehog"},
+        "layers have different feature maps": len(maps) > 1,
         "softmax layers have a window": any(spec.window for spec in specs if spec.kind == "softmax"),
         "layers have different windows": len(windows) > 1,
         "layers have rotary positions of different sizes": len(rotated) > 1,
