@@ -17,16 +17,19 @@ ROW is
     t2r_window      T2R; the last 64 tokens and the first 4 stay exact
     softmax         a control: the same finetuning without a conversion
     t2r_8, t2r_64, phi_frozen_8, phi_frozen_64, t2r_8_scratch, t2r_64_scratch     other feature sizes (Figures 4 to 6)
-    t2r, t2r_64, t2r_75 and t2r_window with _fast_phi: φ has ten times the learning rate of the rest
-    softmax, elu, performer, t2r, t2r_64 and t2r_fast_phi with _long (twice as many steps), _low_rate or _high_rate
-                    (a third of the learning rate, or three times): do these decide which is better?
+    hedgehog, hedgehog_64, t2r_elu, t2r_elu_64      other learned φ: softmax of features; T2R with ELU's activation
+    t2r, t2r_64, t2r_75, t2r_window and hedgehog with _fast_phi: φ has ten times the learning rate of the rest;
+                    t2r_64_phi_x3: three times
+    softmax, elu, performer, t2r, t2r_64, t2r_fast_phi, t2r_64_fast_phi, t2r_64_phi_x3, hedgehog_64 and t2r_elu_64 with
+                    _long (twice as many steps), _low_rate or _high_rate (a third of the learning rate, or three times):
+                    do these decide?
 `t2r study` also has ROW_swapped, such as t2r_swapped: converted and not finetuned.
 
 This is not WikiText-103: the text is an eighth of its size, tokens are subwords, the model has 17.3M parameters instead
 of 448M, and it is trained for three epochs. Perplexities can be compared with each other only.
 """
 
-from t2r.errors import InputError
+from t2r.errors import InputError, unknown
 from t2r.training.config import architecture, default_config, pretrained
 
 # (feature map, feature size (0: the default), layers that keep softmax, trainable parameters)
@@ -51,18 +54,25 @@ ROWS = {
     "phi_frozen_64": ("t2r", 64, "none", "all_but_feature_maps"),
     "t2r_8_scratch": ("t2r", 8, "none", "all"),
     "t2r_64_scratch": ("t2r", 64, "none", "all"),
+    "hedgehog": ("hedgehog", 32, "none", "all"),
+    "hedgehog_64": ("hedgehog", 64, "none", "all"),
+    "t2r_elu": ("t2r_elu", 32, "none", "all"),
+    "t2r_elu_64": ("t2r_elu", 64, "none", "all"),
 }
-ROWS |= {f"{row}_fast_phi": ROWS[row] for row in ("t2r", "t2r_64", "t2r_75", "t2r_window")}
+ROWS |= {f"{row}_fast_phi": ROWS[row] for row in ("t2r", "t2r_64", "t2r_75", "t2r_window", "hedgehog")}
+ROWS["t2r_64_phi_x3"] = ROWS["t2r_64"]
+PHI_RATES = {"_fast_phi": 10.0, "_phi_x3": 3.0}  # a part of a row's name: learning rate of φ over that of the rest
 # Added to the name of a row: (factor of its steps, factor of its learning rate).
 CHANGES = {"_long": (2, 1.0), "_low_rate": (1, 1 / 3), "_high_rate": (1, 3.0)}
-CHANGED = ("softmax", "elu", "performer", "t2r", "t2r_64", "t2r_fast_phi")
+CHANGED = ("softmax", "elu", "performer", "t2r", "t2r_64", "t2r_fast_phi", "hedgehog_64", "t2r_elu_64")
+CHANGED += ("t2r_64_fast_phi", "t2r_64_phi_x3")
 ROWS |= {row + change: ROWS[row] for change in CHANGES for row in CHANGED}
 EVALUATE = ("--batch=64",)
 
 
 def get_config(row: str = "transformer"):
     if row not in ROWS:
-        raise InputError(f"unknown row {row!r}: choose one of {', '.join(ROWS)}")
+        raise InputError(unknown("row", row, ROWS))
     config = default_config()
     feature_map, features, keep, config.trainable = ROWS[row]
     config.convert.update(feature_map=feature_map, features=features, keep=keep)
@@ -83,6 +93,5 @@ def get_config(row: str = "transformer"):
         steps, rate = next((factors for change, factors in CHANGES.items() if row.endswith(change)), (1, 1.0))
         config.steps = 1200 * steps
         config.optimizer.update(learning_rate=5e-4 * rate, warmup_steps=120)  # the paper halves both, too
-        if "_fast_phi" in row:
-            config.optimizer.new_rate = 10.0
+        config.optimizer.new_rate = next((rate for part, rate in PHI_RATES.items() if part in row), 1.0)
     return config

@@ -25,7 +25,7 @@ projections of (1,024 + 256 + 64) · 1,024, and two class vectors of 1,024; 32 l
 parameters to each converted layer.
 """
 
-from t2r.errors import InputError
+from t2r.errors import InputError, unknown
 from t2r.model.config import RATES, preset
 from t2r.training.config import architecture, default_config, pretrained
 
@@ -50,7 +50,7 @@ ROWS = {
 
 def get_config(row: str = "transformer"):
     if row not in ROWS:
-        raise InputError(f"unknown row {row!r}: choose one of {', '.join(ROWS)}")
+        raise InputError(unknown("row", row, ROWS))
     config = default_config()
     feature_map, features, keep, config.trainable = ROWS[row]
     config.convert.update(feature_map=feature_map, features=features, keep=keep)

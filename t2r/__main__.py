@@ -103,12 +103,17 @@ def _list_commands(arguments: list[str], names: list[str]) -> int:
     wanted = arguments
     if arguments[:1] == ["benchmark"]:
         wanted, names = arguments[1:], [name for name in names if name.startswith("benchmark")]
+        if wanted and wanted[0].startswith("--") and wanted[0] != "--help":
+            wanted = []  # flags, of no benchmark
     wants_help = bool(wanted) and wanted[0] in ("help", "--help", "-h")
     if arguments and not wants_help:
-        given = " ".join(arguments[:2]) if wanted is not arguments else arguments[0]
-        close = difflib.get_close_matches(given, names, n=1)
-        meant = f": did you mean {close[0]!r}?" if wanted and close else ""
-        print(f"error: unknown command {given!r}{meant}", file=sys.stderr)
+        both = " ".join(arguments[:2])
+        given = both if wanted is not arguments else arguments[0]
+        close = difflib.get_close_matches(both, names, n=1) or difflib.get_close_matches(given, names, n=1)
+        if wanted and close:
+            print(f"error: unknown command {given!r}: did you mean {close[0]!r}? See t2r --help", file=sys.stderr)
+            return 2
+        print(f"error: unknown command {given!r}" if wanted else "error: name a benchmark", file=sys.stderr)
     lines = (f"  {name:<20} {_summary(name)}" for name in names)
     print(USAGE + "\n".join(lines) + CACHE)
     return 0 if wants_help else 2
@@ -191,7 +196,7 @@ def _in_words(error: str) -> str:
     error = re.sub(r"Unknown command line flag '(\S+)'", r"there is no flag --\1", error)
     error = re.sub(r"^flag --(\w+)=\[(.*)\]: ", lambda match: f"--{match[1]}={_joined(match[2])}: ", error)
     error = re.sub(r"\. Did you mean: (.*?) \?", r" (did you mean --\1?)", error)
-    error = error.replace("is not number", "is not a number")
+    error = error.replace("is not number", "is not a number").replace("is not integer", "is not an integer")
     error = re.sub(r"invalid literal for int\(\) with base \d+: .*", "write a whole number", error)
     return re.sub(r"could not convert string to float: .*", "write a number", error)
 

@@ -54,6 +54,8 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 def check_free(path: Path) -> None:
     """Refuses an output directory that exists or cannot be created, before anything is computed for it."""
+    if path == Path():
+        raise InputError("the output is the current folder, or empty: name a new folder")
     if os.path.lexists(path):
         raise InputError(f"{path} exists already: choose another output or remove it")
     _check_folder(path, _ancestor(path))
@@ -65,8 +67,10 @@ def output_folder(name: str) -> Path:
         raise InputError("the name of the output is empty: give a directory, such as --output=runs/output")
     path = Path(name)
     if path.is_dir():
-        if not os.access(path, os.W_OK):
+        if not os.access(path, os.W_OK | os.X_OK):
             raise InputError(f"cannot write {path}: no permission, or its disk is read-only")
+        if (path / "provenance.json").exists():
+            raise InputError(f"{path} holds a model, among whose files others would be written: choose another folder")
         return path
     if os.path.lexists(path):
         raise InputError(f"cannot write {path}: it is a file, not a folder; choose another output")
@@ -84,6 +88,14 @@ def check_output_file(path: Path) -> None:
     if path.is_dir():
         raise InputError(f"cannot write {path}: it is a folder; name a file")
     _check_folder(path, path.absolute().parent)
+
+
+def is_same_file(path: str | Path, other: str | Path) -> bool:
+    """Whether two names are of one file, through links, too; it need not exist."""
+    try:
+        return os.path.samefile(path, other)
+    except OSError:  # one of them does not exist
+        return os.path.realpath(path) == os.path.realpath(other)
 
 
 def _check_folder(path: Path, folder: Path) -> None:
@@ -223,7 +235,7 @@ def exclusive(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(f"another run is using {folder}: wait for it to end, or choose another workdir") from None
+            raise InputError(f"another run is using {folder}: wait for it to end, or choose another folder") from None
         except OSError:
             pass  # a file system without locks
         yield

@@ -45,10 +45,13 @@ def styled(figure) -> None:
     figure.tight_layout()
 
 
+ENDINGS = ("png", "svg")
+
+
 def save(figure, path: Path) -> list[str]:
     """Writes PATH.png and PATH.svg; returns both paths."""
     make_folder(path.parent)
-    names = [f"{path}.{ending}" for ending in ("png", "svg")]
+    names = [f"{path}.{ending}" for ending in ENDINGS]
     for name in names:
         with writing(Path(name)):
             figure.savefig(name, dpi=150)

@@ -65,7 +65,7 @@ def test_no_config_hides_a_module_of_python():
 def test_unknown_variants_are_refused():
     for name in ("wmt.py:en_es/t2r", "wmt.py:en_de/t2rr", "wikitext103.py:t2r_7", "tatoeba.py:lstm", "convert.py:all",
                  "convert.py:text/papers", "convert.py:all/paper"):  # fmt: skip
-        with pytest.raises(InputError, match="choose one of"):
+        with pytest.raises(InputError, match=r"choose one of|did you mean"):
             load_config(f"{CONFIGS}/{name}")
 
 

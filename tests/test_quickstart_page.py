@@ -64,8 +64,8 @@ def test_the_page_says_what_was_converted_what_it_cost_and_what_it_brought(tmp_p
     assert "T2R: 120 steps of finetuning, each on 8 stories that the transformer had written itself" in text
     assert "perplexity of 5.01 where the transformer has 4.11. With a window: 24 steps and 4.22." in text
     assert "After 2,048 tokens T2R writes 8.0 times as fast as the transformer, and its attention needs 1/144" in text
-    assert "with a window 4.0 times as fast, and 1/24 of the memory. After 128 tokens they write 2.0 and 1.0" in text
-    assert "times as fast, with 11% and 67% of the memory." in text
+    assert "with a window 4.0 times as fast, and 1/24 of the memory. After only 128 tokens T2R writes 2.0 times" in text
+    assert "as fast, with 11% of the memory, and with a window 1.0 times as fast, with 67%." in text
     assert "how surprised the model is by stories that" in text and "recovered 97.8%" in text
     assert "T2R with a window, 24 steps 4.22 3.33" in text and "swapped, not finetuned 44.44 41.00" in text
     assert [text.count(f"Once upon a time This was told by {name}. <The end>") for name in STORIES] == [1] * 4

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from t2r.errors import InputError, raise_all
+from t2r.files import is_same_file
 from t2r.importers import by_name
 from t2r.model.config import AttentionSpec, ModelConfig
 from t2r.store.model_dir import LoadedModel
@@ -36,6 +37,8 @@ class Described(NamedTuple):
 
 def find_model(name: str) -> str:
     """A model directory, or that of a finished run: DIR/model of a work directory DIR."""
+    if (Path(name) / "study.json").is_file():
+        raise InputError(f"{name} is a study: name its rows, as {Path(name) / 'ROW'}")
     inner = Path(name) / "model"
     return str(inner) if not name.startswith("builtin:") and (inner / "config.json").is_file() else name
 
@@ -107,7 +110,11 @@ def check_models(names: list[str], transformer: str | None) -> None:
     base = configs[first]
     if transformer is not None and _linear(base.attention + base.cross_attention):
         raise InputError(f"--transformer={transformer} has been converted: give the model that it was converted from")
-    problems = []
+    problems = [
+        f"{name} is --transformer: leave it out of --model"
+        for name in names
+        if transformer is not None and is_same_file(find_model(name), find_model(transformer))
+    ]
     for name in names:
         config = configs[name]
         problems += [

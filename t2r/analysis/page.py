@@ -2,15 +2,16 @@
 
 import html
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from t2r.analysis.figures import WORDS, draw_all
+from t2r.analysis.figures import KINDS, WORDS, draw_all
 from t2r.console import finite
 from t2r.errors import InputError
-from t2r.files import make_folder, read_json, write_json
+from t2r.files import make_folder, read_json, write_json, writing
 from t2r.page import describe, figure_svg, table, write_page
-from t2r.plots import save
+from t2r.plots import ENDINGS, save
 
 CAPTIONS = {
     "perplexity": "Perplexity against the feature size, as in the paper's Figure 4.",
@@ -56,6 +57,7 @@ def write(folder: Path, analysis: dict[str, Any], command: str = "") -> list[str
     """Writes everything; returns the paths of the figures."""
     make_folder(folder)
     figures = draw_all(analysis)
+    replaces = (folder / "analysis.json").exists()
     paths = [path for name, figure in figures.items() for path in save(figure, folder / name)]
     write_json(folder / "analysis.json", finite({"command": command, **analysis}))
     parts = [f"<p>{html.escape(_introduction(analysis))}</p>"]
@@ -69,7 +71,17 @@ def write(folder: Path, analysis: dict[str, Any], command: str = "") -> list[str
     parts.append(f"<h2>How it was made</h2>{f'<pre>{html.escape(command)}</pre>' if command else ''}")
     parts.append(f"<p><small>{machine}. Everything is in analysis.json.</small></p>")
     write_page(folder / "report.html", "Attention of converted models", parts)
+    if replaces:
+        _remove_figures_but(figures.keys(), folder)
     return paths
+
+
+def _remove_figures_but(names: Collection[str], folder: Path) -> None:
+    """Removes what an earlier analysis drew and this one, whose figures have these names, did not."""
+    possible = {f"{caption}{suffix}" for caption in CAPTIONS for suffix in ("", *(f"_{kind}" for kind in KINDS))}
+    for path in (folder / f"{name}.{ending}" for name in possible.difference(names) for ending in ENDINGS):
+        with writing(path):
+            path.unlink(missing_ok=True)
 
 
 def _introduction(analysis: dict[str, Any]) -> str:

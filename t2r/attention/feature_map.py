@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from t2r.errors import InputError
+from t2r.errors import InputError, unknown
 from t2r.normalizer import Normalizer
 
 
@@ -59,7 +59,45 @@ class T2R(nnx.Module):
             x = x * self.query_scale
         bias = self.bias[...].astype(x.dtype)
         hidden = jnp.einsum("bng...d,gkd->bng...k", x, self.weight[...].astype(x.dtype))
-        return Features(jax.nn.relu(hidden + (bias[:, None, :] if is_query else bias)))
+        return Features(self.activation(hidden + (bias[:, None, :] if is_query else bias)))
+
+    @staticmethod
+    def activation(hidden: Array) -> Array:
+        return jax.nn.relu(hidden)
+
+
+class T2RElu(T2R):
+    """T2R with ELU's activation, φ(x) = elu(W_φ x + b_φ) + 1: not in the paper. No feature is ever exactly zero."""
+
+    @staticmethod
+    def activation(hidden: Array) -> Array:
+        return jax.nn.elu(hidden) + 1
+
+
+class Hedgehog(nnx.Module):
+    """Zhang et al. (2024), Hedgehog: φ(x) = softmax([W x, −W x]) over the k features, with W (k/2, d) for each head.
+
+    W is learned, and its rows are orthonormal at first, in blocks of d. x is scaled by d^-¼: with W = 1, W q·W k is
+    softmax attention's score.
+    """
+
+    is_softmax = True  # kernels ask
+    pairs_of = "exponents, W x and −W x"  # so k is even
+    # The features are positive and sum to 1. The clamp prevents a division by zero: where all keys are padding, or
+    # have their weight in other features than the query.
+    normalizer = Normalizer(clamp=True, value=1e-6)
+    default_features = 32
+
+    def __init__(self, heads: int, head_dim: int, features: int, *, query_scale: float, rngs: nnx.Rngs):
+        _need_pairs(self, features)
+        directions = orthogonal_gaussian(rngs.params(), heads, features // 2, head_dim)
+        self.weight = nnx.Param(directions / _norm(directions))
+        self.input_scale = query_scale**0.5  # d^-¼ for queries and for keys: d^-½ in their product
+
+    def __call__(self, x: Array, *, is_query: bool, key: PRNGKeyArray | None = None) -> Features:
+        weight = (self.input_scale * self.weight[...]).astype(x.dtype)
+        exponent = jnp.einsum("bng...d,gkd->bng...k", x, weight, preferred_element_type=jnp.float32)
+        return Features(jax.nn.softmax(jnp.concatenate([exponent, -exponent], -1), -1).astype(x.dtype))
 
 
 class Elu(nnx.Module):
@@ -89,11 +127,11 @@ class Rfa(nnx.Module):
 
     normalizer = Normalizer(clamp=True, value=1.0)
     default_features = 32
+    pairs_of = "sines and cosines"  # so k is even
     pool_size = 64
 
     def __init__(self, heads: int, head_dim: int, features: int, *, query_scale: float, rngs: nnx.Rngs):
-        if features % 2:
-            raise InputError(f"random features are pairs of a sine and a cosine: features={features} must be even")
+        _need_pairs(self, features)
         shape = (self.pool_size, features // 2, head_dim)
         self.pool = Constant(jax.random.normal(rngs.params(), shape))
         self.sigma = nnx.Param(jnp.ones((heads, head_dim)))
@@ -154,6 +192,11 @@ class Performer(nnx.Module):
         return Features(values, largest)
 
 
+def _need_pairs(feature_map: Hedgehog | Rfa, features: int) -> None:
+    if features % 2:
+        raise InputError(f"features={features} must be even: they are pairs of {feature_map.pairs_of}")
+
+
 def _norm(x: Array) -> Array:
     """‖x‖ over the last axis (which becomes 1); its gradient at x = 0 is 0, not NaN."""
     square = jnp.sum(x * x, axis=-1, keepdims=True)
@@ -174,11 +217,19 @@ def orthogonal_gaussian(key: PRNGKeyArray, heads: int, features: int, head_dim: 
     return directions * norms
 
 
-FEATURE_MAPS = {"t2r": T2R, "elu": Elu, "rfa": Rfa, "rfa_fixed": RfaFixed, "performer": Performer}
+FEATURE_MAPS = {
+    "t2r": T2R,
+    "elu": Elu,
+    "rfa": Rfa,
+    "rfa_fixed": RfaFixed,
+    "performer": Performer,
+    "hedgehog": Hedgehog,
+    "t2r_elu": T2RElu,
+}
 
 
 def feature_map_class(name: str) -> type:
     """The class of the feature map `name`."""
     if name not in FEATURE_MAPS:
-        raise InputError(f"unknown feature map {name!r}: choose one of {', '.join(FEATURE_MAPS)}")
+        raise InputError(unknown("feature map", name, FEATURE_MAPS))
     return FEATURE_MAPS[name]

@@ -303,7 +303,7 @@ class LinearAttention(_Linear, _Projected):
     @property
     def mergeable(self) -> bool:
         """Whether φ's matrix follows the projections directly: no rotation and no norm in between."""
-        return isinstance(self.feature_map, T2R) and self.shape.rotary is None and self.shape.norm_eps is None
+        return type(self.feature_map) is T2R and self.shape.rotary is None and self.shape.norm_eps is None
 
     def merged(self, name: str) -> tuple[Float[Array, "width h k"], Float[Array, "h k"]]:
         """W̃ and b̃ of the projection `name` ("query" or "key"), with which φ = relu(W̃ x + b̃).

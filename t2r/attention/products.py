@@ -1,7 +1,7 @@
 """Products of queries with what a group of heads shares: its keys, its values, or the state S.
 
 XLA's CPU compiler multiplies few vectors with many several times as fast if the few have one axis, and if the larger
-factor comes first (results/NOTES.md). Elsewhere, and with many queries, these are plain einsums.
+factor comes first (results/NOTES.md). On other devices, and with many queries, these are plain einsums.
 """
 
 import functools

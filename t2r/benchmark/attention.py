@@ -24,7 +24,7 @@ from t2r.benchmark.shared import (
 )
 from t2r.console import say, table
 from t2r.environment import total_bytes
-from t2r.errors import raise_all
+from t2r.errors import raise_all, unknown
 from t2r.kernels.support import has_flash_attention
 from t2r.plots import save
 
@@ -142,8 +142,7 @@ def benchmark_attention(
 ) -> dict[str, Any]:
     """Times implementations of attention (FORMS) at several lengths; prints a table, writes JSON and plots."""
     forms = list(forms) or list(FORMS)
-    known, unknown = ", ".join(FORMS), [name for name in forms if name not in FORMS]
-    raise_all("--forms:", [f"unknown form {name!r}: choose one of {known}" for name in unknown])
+    raise_all("--forms:", [unknown("form", name, FORMS) for name in forms if name not in FORMS])
     results = open_results("attention", output)
     measure_all(results, shape, sorted(lengths), forms, repeat_for)
     if with_peers:

@@ -60,12 +60,18 @@ def benchmark_decode(
     mesh: dict[str, int] | None = None,
     peer_lengths: Sequence[int] = (),
     peer_names: Sequence[str] = tuple(peers.GENERATION),
+    peer_model: str | None = None,
 ) -> dict[str, Any]:
     """Measures all models at all lengths, other libraries at `peer_lengths`; with a TPU `topology`, compiles instead.
 
+    Weights are random. With `peer_model`, from which the request's model was imported, all models have its weights.
+
     Prints tables, writes JSON and a plot, and returns a summary.
     """
-    peers.check_names(peer_names)
+    if topology and peer_lengths:
+        raise InputError("--peers measures, and --topology only compiles: leave one of them out")
+    peers.check(request, peer_names, peer_lengths, peer_model)
+    request = request._replace(own_weights=peer_model is not None)
     check_beam(request, options.beam, topology)
     if options.prompt and any(config.encoder_layers for config in request.models.values()):
         raise InputError(f"--prompt={options.prompt} is for language models: a translation begins with its source")
@@ -79,7 +85,7 @@ def benchmark_decode(
         for name in request.models:
             measure_model(results, request, name, machine, options)
         if peer_lengths:
-            peers.measure_generation(results, request, sorted(peer_lengths), peer_names)
+            peers.measure_generation(results, request, sorted(peer_lengths), peer_names, peer_model)
     summary = summary_of(results, request, machine)
     for lines in tables(results, summary):
         print(lines + "\n")
@@ -124,7 +130,7 @@ def measure_model(results: Results, request: Request, name: str, machine: Machin
     @functools.cache
     def decoder() -> Decoder:
         say(f"{name}: {model.config.layers} layers")
-        return Decoder(request.random(name), repeat_for=options.seconds, plain=request.is_plain(name))
+        return Decoder(request.model(name), repeat_for=options.seconds, plain=request.is_plain(name))
 
     def find(what: str, length: int, measure: Callable[[], dict[str, Any]], **key: Any) -> None:
         row = {"what": what, **request.row(name), "length": length}
@@ -247,6 +253,7 @@ def summary_of(results: Results, request: Request, machine: Machine) -> dict[str
         "largest_batch": by_model(results, "largest batch", "batch"),
         "largest_batch_tokens_per_second": by_model(results, "largest batch", "tokens_per_second"),
         "peers_tokens_per_second": by_model(results, "peer", "tokens_per_second"),
+        "peers_same_tokens": by_model(results, "peer", "same_tokens"),
     }
     return {name: value for name, value in summary.items() if value} | {
         "crossover": _crossovers(results, request, machine)
@@ -287,8 +294,8 @@ def tables(results: Results, summary: dict[str, Any]) -> Iterator[str]:
         yield table(["beam search", "beams", "tokens", "sequences", "µs/step", "greedy, µs/step", "ratio"], rows)
     peer_lines = results.fitting_lines("peer")
     if peer_lines:
-        rows = [(line["asked"]["row"], line["asked"]["length"], line["tokens_per_second"]) for line in peer_lines]
-        yield table(["other libraries", "tokens", "tokens/s"], rows)
+        headers = ["other libraries", "tokens", "tokens/s", "first tokens as our transformer's"]
+        yield table(headers, map(_peer_row, peer_lines))
     crossovers = summary["crossover"]
     if crossovers:
         rows = [
@@ -312,6 +319,11 @@ def _table_row(line: dict[str, Any]) -> tuple:
         f"{floor / seconds:.0%}" if floor and seconds else "",
         line["state_bytes"] / MIB,
     )
+
+
+def _peer_row(line: dict[str, Any]) -> tuple:
+    same = f"{line['same_tokens']} of {line['compared_tokens']}" if "same_tokens" in line else ""
+    return (line["asked"]["row"], line["asked"]["length"], line["tokens_per_second"], same)
 
 
 def _search_row(line: dict[str, Any]) -> tuple:

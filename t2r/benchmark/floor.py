@@ -239,6 +239,8 @@ def _attention(config: ModelConfig, spec: AttentionSpec, queries: int, keys: int
     if spec.kind == "softmax":
         return 2 * queries * keys * size
     maps = 0 if _merges(config, spec) or spec.feature_map == "elu" else spec.features * size
+    if spec.feature_map == "hedgehog":  # W x gives both halves
+        maps //= 2
     near = min(exact_tokens(spec), keys)  # the first tokens have fewer; a window over all is full attention
     exact = 2 * near * (2 * queries - near) * size
     return 2 * (queries + keys) / 2 * (2 * spec.features * size + 2 * maps) + exact

@@ -97,7 +97,7 @@ def load_model(request: Request, directory: str | None) -> tuple[LanguageModel, 
     """The model and tokenizer of a directory; without one, random weights, and None."""
     (name,) = request.models
     if directory is None:
-        return request.random(name), None
+        return request.model(name), None
     model, tokenizer, _ = by_name.load(directory, dtype=request.dtype, **parse_fields(request.identity["fields"]))
     arrays = arrays_of(model)
     model = with_arrays(model, {path: jnp.asarray(array, request.dtype) for path, array in arrays.items()})

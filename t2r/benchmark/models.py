@@ -1,4 +1,4 @@
-"""The models that benchmarks compare: variants of one architecture, with random weights."""
+"""The models that benchmarks compare: variants of one architecture, with random weights or those of a transformer."""
 
 import ast
 import dataclasses
@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from t2r.conversion.swap import layers_to_keep
-from t2r.errors import InputError, raise_all
+from t2r.conversion.swap import SPECS, layers_to_keep
+from t2r.errors import InputError, raise_all, unknown
 from t2r.importers import by_name
 from t2r.model.config import AttentionSpec, ModelConfig, preset
 from t2r.model.parameters import Arrays, abstract_model, arrays_of, with_arrays
@@ -72,7 +72,7 @@ def converted(
     if name == UNCHANGED:
         return config
     if name not in VARIANTS:
-        raise InputError(f"unknown model {name!r}: choose one of {', '.join([*VARIANTS, UNCHANGED])}")
+        raise InputError(unknown("model", name, [*VARIANTS, UNCHANGED]))
     variant = VARIANTS[name]
     kept_layers = layers_to_keep(variant.keep, config.layers)
     merged = variant.merged and config.positions != "rotary" and not config.query_norm
@@ -117,10 +117,13 @@ def abstract_inference_model(config: ModelConfig, dtype: str, weights: str = "")
     return nnx.eval_shape(lambda model: for_decoding(model, "int8"), model) if weights == "int8" else model
 
 
-def random_model(config: ModelConfig, dtype: str, weights: str = "") -> LanguageModel:
-    """A model for inference with random weights: speed does not depend on them."""
+def random_model(config: ModelConfig, dtype: str, weights: str = "", own: Arrays | None = None) -> LanguageModel:
+    """A model for inference. Weights that are not in `own` are random: speed does not depend on them."""
     model = abstract_inference_model(config, dtype)
-    model = with_arrays(model, random_weights(arrays_of(model)))
+    shapes = arrays_of(model)
+    given = {name: jnp.asarray(own[name], dtype) for name in shapes.keys() & (own or {}).keys()}
+    missing = {name: shape for name, shape in shapes.items() if name not in given}
+    model = with_arrays(model, random_weights(missing) | given)
     return for_decoding(model, "int8") if weights == "int8" else model
 
 
@@ -155,6 +158,8 @@ class Request(NamedTuple):
     batch: int
     dtype: str
     identity: dict[str, Any]  # identifies the architecture in results
+    source: str | None = None  # the model that has this architecture, if no field is changed
+    own_weights: bool = False  # models have the weights of `source`, which is not converted; otherwise random ones
 
     @property
     def title(self) -> str:
@@ -166,7 +171,8 @@ class Request(NamedTuple):
     @property
     def common(self) -> dict[str, Any]:
         """The part of a result's key that all measurements of this request share."""
-        return {"batch": self.batch, "dtype": self.dtype, **self.identity}
+        own = {"weights_of": weights_digest(self.source)} if self.own_weights else {}
+        return {"batch": self.batch, "dtype": self.dtype, **self.identity, **own}
 
     def row(self, name: str) -> dict[str, str]:
         """The part of a result's key that says which row it is."""
@@ -185,9 +191,30 @@ class Request(NamedTuple):
         """The abstract model of a row."""
         return abstract_inference_model(self.models[name], self.dtype, self.weights(name))
 
-    def random(self, name: str) -> LanguageModel:
-        """The model of a row, with random weights."""
-        return random_model(self.models[name], self.dtype, self.weights(name))
+    def model(self, name: str) -> LanguageModel:
+        """The model of a row. What a conversion adds is random, also where it is merged with weights of `source`."""
+        config = by_name.load_config(self.source) if name == UNCHANGED and self.own_weights else self.models[name]
+        own = shared_weights(by_name.load(self.source).model, config) if self.own_weights else None
+        return random_model(config, self.dtype, self.weights(name), own)
+
+
+def shared_weights(transformer: LanguageModel, config: ModelConfig) -> Arrays:
+    """The arrays of a transformer that a model of `config`, converted from it, has too: not what φ is merged into."""
+    merged = {
+        f"blocks.{layer}.{name}.{projection}"
+        for name, field in SPECS.items()
+        for layer, spec in enumerate(getattr(config, field))
+        for projection in ("query", "key")
+        if spec.kind == "merged"
+    }
+    return {name: array for name, array in arrays_of(transformer).items() if name.rpartition(".")[0] not in merged}
+
+
+@functools.cache
+def weights_digest(source: str) -> str:
+    """Tells the weights of a model directory from others."""
+    with (by_name.directory(source) / "model.safetensors").open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
 
 
 def make_request(
@@ -213,20 +240,21 @@ def make_request(
     lengths = sorted(lengths)
     check_length(config, lengths[-1])
     sizes = dict(features=features, cross_features=cross_features, window=window)
-    chosen, problems = {}, []
     endings = {dtype: "", "int8": INT8}
     wrong = ", ".join(kind for kind in weights or [] if kind not in endings)
-    if wrong:
-        raise InputError(f"--weights={wrong}: choose from {dtype}, which is --dtype, and int8")
+    problems = [f"--weights={wrong}: choose from {dtype}, which is --dtype, and int8"] if wrong else []
+    chosen = {}
     for name in rows or default_variants(config):
         try:
-            chosen |= {name + endings[kind]: converted(config, name, **sizes) for kind in weights or [dtype]}
+            variant = converted(config, name, **sizes)
         except InputError as error:
-            problems.append(str(error))
-    raise_all("rows:", problems)
+            problems.append(f"--rows: {error}")
+        else:
+            chosen |= {name + endings.get(kind, ""): variant for kind in weights or [dtype]}
+    raise_all("the models to measure:", problems)
     digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
     identity = {"architecture": preset or model, "fields": list(fields), **sizes, "digest": digest}
-    return Request(chosen, lengths, batch, dtype, identity)
+    return Request(chosen, lengths, batch, dtype, identity, source=None if fields else model)
 
 
 def architecture(preset_name: str | None, model: str | None, fields: Sequence[str]) -> ModelConfig:

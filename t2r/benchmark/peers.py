@@ -3,14 +3,23 @@
 import functools
 import importlib
 import importlib.util
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from t2r.benchmark.models import Request
+import numpy as np
+
+from t2r.benchmark.models import UNCHANGED, Request
 from t2r.benchmark.shared import Results, time_short_calls
-from t2r.errors import InputError
-from t2r.model.config import ModelConfig
+from t2r.benchmark.steps import NO_STOP_TOKEN
+from t2r.decode.generate import generate_tokens, prefill
+from t2r.errors import raise_all
+from t2r.importers import by_name, hub
+from t2r.importers.gguf_file import is_gguf
+from t2r.model.config import RUNTIME_FIELDS, ModelConfig
+from t2r.model.parameters import arrays_of
 
 # For `benchmark decode`: name in the results → (library, cache of Hugging Face's `generate`).
 GENERATION = {
@@ -20,25 +29,115 @@ GENERATION = {
 }
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Raises an InputError for names that are not in GENERATION."""
+COMPARED = 64  # tokens of a model in two libraries
+
+
+def check(request: Request, names: Sequence[str], lengths: Sequence[int], original: str | None) -> None:
+    """Refuses names that are not in GENERATION, lengths without positions, an `original` of another model."""
     unknown = [name for name in names if name not in GENERATION]
-    if unknown:
-        raise InputError(f"--peer_names={','.join(unknown)}: choose from {', '.join(GENERATION)}")
+    problems = [f"--peer_names={','.join(unknown)}: choose from {', '.join(GENERATION)}"] if unknown else []
+    if lengths and not names:
+        problems.append(f"--peer_names is empty: choose from {', '.join(GENERATION)}")
+    most = min(config.max_positions or math.inf for config in request.models.values())
+    problems += [
+        f"--peer_lengths={length}: this model has positions for {most:,} tokens" for length in lengths if length > most
+    ]
+    if original is not None:
+        problems += [f"--peer_model={original}: {problem}" for problem in _problems_of_original(request, original)]
+    raise_all("other libraries:", problems)
+    if original is not None:
+        _check_same(request.source, original)
+
+
+def _problems_of_original(request: Request, original: str) -> list[str]:
+    problems = []
+    if request.source is None and request.identity["fields"]:
+        problems.append(f"--field={','.join(request.identity['fields'])} makes another model of --model: leave it out")
+    elif request.source is None:
+        problems.append("name what was imported from it, --model=DIRECTORY, instead of a preset")
+    elif any(spec.kind != "softmax" for spec in by_name.load_config(request.source).attention):
+        problems.append(f"--model={request.source} has been converted: name the transformer that was imported from it")
+    if any(config.encoder_layers for config in request.models.values()):
+        problems.append("translation models are compared by `t2r benchmark translate --ctranslate2`")
+    path = Path(original)
+    if (path / "provenance.json").exists():
+        problems.append("it is a t2r model: give the directory or file of Hugging Face that it was imported from")
+    elif not (is_gguf(path) or (path / "config.json").is_file() or hub.is_name(original)):
+        what = "has no config.json and is no GGUF file" if path.exists() else "does not exist"
+        problems.append(f"it {what}: give a Hugging Face directory, a GGUF file, or a model of the hub, ORG/NAME")
+    return problems
+
+
+def _check_same(model: str, original: str) -> None:
+    """Refuses an original whose architecture or weights are not those of `model`."""
+    from t2r.importers.source import read_source  # here, as it loads all families
+
+    theirs, ours = read_source(_local(original)), by_name.load(model).model
+    fields, arrays = ours.config.to_dict(), arrays_of(ours)
+    problems = [
+        f"{name} is {value!r} there, and {fields[name]!r} in {model}"
+        for name, value in theirs.config.to_dict().items()
+        if value != fields[name] and name not in RUNTIME_FIELDS
+    ]
+    if not problems:  # as an import may have rounded them to 16 bits, weights may differ a little
+        near = {name: np.allclose(array, arrays[name], rtol=1e-2, atol=1e-6) for name, array in theirs.arrays.items()}
+        other = [name for name, is_near in near.items() if not is_near]
+        problems = [f"{len(other)} of {len(near)} arrays have other values, such as {other[0]}"] if other else []
+    raise_all(f"--peer_model={original} is not what --model={model} was imported from:", problems)
+
+
+@functools.cache
+def _local(original: str) -> Path:
+    return hub.download(original).folder if hub.is_name(original) else Path(original)
 
 
 def measure_generation(
-    results: Results, request: Request, lengths: list[int], names: Iterable[str] = GENERATION
+    results: Results,
+    request: Request,
+    lengths: list[int],
+    names: Iterable[str] = GENERATION,
+    original: str | None = None,
 ) -> None:
-    """Times whole greedy generations of each library, from one token or, in translation, from sources as long."""
-    config = next(iter(request.models.values()))
-    for name in names:
+    """Times whole greedy generations of each library, from one token or, in translation, from sources as long.
+
+    Hugging Face's models have the weights of `original`, if it is given, a directory or GGUF file of Hugging Face. Then
+    each line says how many of its first tokens our model, which was imported from it, generates, too.
+    """
+    config, ours = next(iter(request.models.values())), functools.cache(functools.partial(_our_tokens, request))
+    for name in dict.fromkeys(names):
         library, cache = GENERATION[name]
         if _absent(results, name, library):
             continue
+        source = original if library == "transformers" else None
         for length in lengths:
             key = {"what": "peer", "row": name, "length": length, **request.common}
-            _try(results, key, functools.partial(_generation, config, request, length, library, cache))
+            key |= {"original": Path(source).name} if source else {}
+
+            def measure(length: int = length, library: str = library, cache: str = cache, source=source):
+                figures, tokens = _generation(config, request, length, library, cache, source)
+                return figures | (_agreement(tokens, ours(_compared(request, length))) if source else {})
+
+            _try(results, key, measure)
+
+
+def _compared(request: Request, length: int) -> int:
+    """How many tokens of such a generation are compared: we need a position for the first token, too."""
+    most = by_name.load_config(request.source).max_positions
+    return min(COMPARED, length, most - 1 if most else length)
+
+
+def _our_tokens(request: Request, count: int) -> list[int]:
+    """The first tokens that the request's model generates greedily, as it is, by the kernels that its rows have."""
+    model = request.model(UNCHANGED)
+    generation = prefill(model, [[0]] * request.batch, count)
+    return generate_tokens(model, generation, count, end=NO_STOP_TOKEN)[1][0]
+
+
+def _agreement(theirs: list[int], ours: list[int]) -> dict[str, int]:
+    """How many tokens at the beginning are the same. In bfloat16 rounding decides between tokens that are as likely."""
+    compared = min(len(theirs), len(ours))
+    same = next((place for place in range(compared) if theirs[place] != ours[place]), compared)
+    return {"same_tokens": same, "compared_tokens": compared}
 
 
 def measure_attention(
@@ -70,30 +169,37 @@ def _try(results: Results, key: dict[str, Any], measure: Callable[[], dict[str, 
         results.note(f"{key['row']} at {key['length']} tokens failed: {type(error).__name__}: {reason}")
 
 
-def _generation(config: ModelConfig, request: Request, length: int, library: str, cache: str) -> dict[str, Any]:
+def _generation(
+    config: ModelConfig, request: Request, length: int, library: str, cache: str, original: str | None
+) -> tuple[dict[str, Any], list[int]]:
+    """The figures of one generation, and the first tokens of its first sequence."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, request.dtype)
     with torch.device(device):
-        model = (_linear_model if library == "fla" else _softmax_model)(config, length).to(dtype).eval()
+        if original:
+            model = _original_model(original, dtype).to(device).eval()
+        else:
+            model = (_linear_model if library == "fla" else _softmax_model)(config, length).to(dtype).eval()
         tokens = torch.zeros((request.batch, length if config.encoder_layers else 1), dtype=torch.long)
 
-    def generate(count: int) -> None:
+    def generate(count: int) -> list[int]:
         options = dict(max_new_tokens=count, min_new_tokens=count, do_sample=False, num_beams=1, pad_token_id=0)
         options |= {"cache_implementation": "static"} if cache == "static" else {}
         with torch.inference_mode():
-            model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+            generated = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
         if device == "cuda":
             torch.cuda.synchronize()
+        return generated[0, 1:].tolist()
 
     began = time.perf_counter()
     generate(length if cache == "static" else min(length, 8))  # a static cache is compiled for its length
     first = time.perf_counter() - began
     began = time.perf_counter()
-    generate(length)
+    generated = generate(length)
     seconds = time.perf_counter() - began
-    return {
+    figures = {
         "tokens_per_second": request.batch * length / seconds,
         "step_seconds": seconds / length,
         "first_seconds": first,
@@ -101,6 +207,20 @@ def _generation(config: ModelConfig, request: Request, length: int, library: str
         "versions": versions("torch", library),
         "torch_device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
     }
+    return figures, generated[:COMPARED]
+
+
+def _original_model(original: str, dtype: Any):
+    """The model of a Hugging Face directory, a GGUF file, or a name of the hub; greedy, without a stop token."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    path = _local(original)
+    place = (path.parent, path.name) if path.is_file() else (path, None)
+    # Not `.to(dtype)`, which rounds the frequencies of rotary positions, too.
+    model = transformers.AutoModelForCausalLM.from_pretrained(place[0], gguf_file=place[1], dtype=dtype)
+    model.generation_config = transformers.GenerationConfig()  # its own may have penalties, stop tokens, another cache
+    return model
 
 
 def _softmax_model(config: ModelConfig, length: int):

@@ -71,7 +71,7 @@ def measure_model(results: Results, request: Request, name: str, options: Prefil
     @functools.cache
     def reader() -> "PromptReader":
         say(f"{name}: {request.models[name].layers} layers")
-        return PromptReader(request.random(name), request.batch, options.chunk, plain=request.is_plain(name))
+        return PromptReader(request.model(name), request.batch, options.chunk, plain=request.is_plain(name))
 
     def measure(length: int) -> dict[str, Any]:
         figures = reader().measure(length, options)

@@ -34,7 +34,9 @@ def define_architecture(batch: int) -> SimpleNamespace:
             "preset", None, "Architecture: a preset, such as paper_lm, smollm2_135m or llama_1b."
         ),
         model=flags.DEFINE_string(
-            "model", None, "Architecture: that of a model directory, builtin:NAME, or ORG/NAME of the Hugging Face hub."
+            "model",
+            None,
+            "Architecture: that of a model directory, builtin:NAME, or ORG/NAME of the Hugging Face hub.",
         ),
         fields=flags.DEFINE_multi_string("field", [], "NAME=VALUE: change a field of the architecture; repeatable."),
         features=flags.DEFINE_integer(

@@ -1,5 +1,6 @@
 """Flags that several commands share: how a model decodes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
@@ -36,8 +37,32 @@ def define_sampling(
         flags.DEFINE_float(
             "top_p",
             top_p,
-            "Sample from the most likely tokens whose total probability reaches this.",
-            lower_bound=0,
+            "Sample from the most likely tokens whose total probability reaches this: above 0, at most 1.",
+            lower_bound=1e-9,
             upper_bound=1,
         ),
     )
+
+
+def given(some: Sequence[Any]) -> str:
+    """The flags among these that were given, as one writes them; empty if none was."""
+    return " and ".join(flags.FLAGS[flag.name].serialize() for flag in some if flag.present)
+
+
+def ignored(some: Sequence[Any], temperature: Any, *, when_sampling: bool = False) -> list[str]:
+    """A problem for the flags among these that were given and would be ignored, as there are samples or are none."""
+    names = given(some)
+    if not names or bool(temperature.value) != when_sampling:
+        return []
+    if when_sampling:
+        return [f"{names}: for beam search only; leave out --temperature"]
+    return [f"{names}: nothing is sampled; add --temperature, such as --temperature=0.8, or leave out {names}"]
+
+
+def chosen_sampling(temperature: Any, top_k: Any, top_p: Any, *others: Any) -> Any:
+    """The Sampling that these flags ask for; an error if they, or others, say how to sample and nothing is sampled."""
+    from t2r.decode.sampling import Sampling
+    from t2r.errors import raise_all
+
+    raise_all("flags:", ignored([top_k, top_p, *others], temperature))
+    return Sampling(temperature.value, top_k.value, top_p.value)

@@ -5,14 +5,17 @@ t2r benchmark decode --preset=paper_lm --output=DIR [--field=vocab_size=32768 --
     [--lengths=512,1024,...,32768]
     [--batch=16] [--dtype=bfloat16] [--weights=bfloat16,int8] [--window=32] [--largest_batch] [--whole] [--prompt=N]
     [--beam=5]
-    [--peers --peer_lengths=512,4096 --peer_names=hugging_face_static] [--budget_seconds=N] [--again] [--device_report]
+    [--peers --peer_lengths=512,4096 --peer_names=hugging_face_static]
+    [--budget_seconds=N] [--again] [--device_report]
 t2r benchmark decode --preset=paper_mt ...         (translation: sources as long as the outputs, timed separately)
 t2r benchmark decode --model=DIRECTORY ...         (the architecture of a model; --rows=model: without conversion)
+t2r benchmark decode --model=DIRECTORY --peers --peer_model=ORIGINAL ...    (beside Hugging Face's, same weights)
 t2r benchmark decode --preset=paper_mt --topology=v2:2x2 ...    (the TPU compiler's estimate; nothing is run)
 
-Decoding is greedy and unconditional, with random weights. All steps of one length cost the same, so only the last
---steps steps are timed; --whole times all of them. The floor is the number of bytes of weights and state that a step
-reads and writes, divided by the memory bandwidth that is measured in the same run.
+Decoding is greedy and unconditional. Weights are random; with --peer_model, which --model was imported from, t2r's and
+Hugging Face's models have its weights, and what a conversion adds is random. All steps of one length cost the same, so
+only the last --steps steps are timed; --whole times all of them. The floor is the number of bytes of weights and state
+that a step reads and writes, divided by the memory bandwidth that is measured in the same run.
 
 --weights=bfloat16,int8 measures each model twice, with matrices in bfloat16 and in 8 bits, each row with a scale.
 
@@ -50,6 +53,12 @@ _PEER_NAMES = flags.DEFINE_list(
     "peer_names", ["hugging_face", "hugging_face_static", "flash_linear_attention"], "Libraries for --peers."
 )
 
+_PEER_MODEL = flags.DEFINE_string(
+    "peer_model",
+    None,
+    "With --model: what it was imported from. Hugging Face's model gets its weights.",
+)
+
 
 def main() -> dict[str, Any]:
     if _LARGEST.value and not _PEERS.value:  # JAX's default is 75% of the GPU's memory
@@ -59,7 +68,7 @@ def main() -> dict[str, Any]:
     from t2r.errors import raise_all
 
     alone = {"peer_lengths": (_PEER_LENGTHS, _PEERS), "largest_batch_lengths": (_LARGEST_AT, _LARGEST)}
-    alone["mesh"] = (_TOPOLOGY.mesh, _TOPOLOGY.topology)
+    alone |= {"peer_model": (_PEER_MODEL, _PEERS), "mesh": (_TOPOLOGY.mesh, _TOPOLOGY.topology)}
     useless = [
         f"--{name} needs --{other.name}" for name, (flag, other) in alone.items() if flag.value and not other.value
     ]
@@ -71,5 +80,5 @@ def main() -> dict[str, Any]:
     largest = shared.parse_lengths(_LARGEST_AT.value or longest) if _LARGEST.value else ()
     options = DecodeOptions(_STEPS.value, _WHOLE.value, _SECONDS.value, _PROMPT.value, tuple(largest), _BEAM.value)
     target = shared.topology(_TOPOLOGY)
-    peering = {"peer_lengths": peers, "peer_names": _PEER_NAMES.value}
+    peering = {"peer_lengths": peers, "peer_names": _PEER_NAMES.value, "peer_model": _PEER_MODEL.value}
     return benchmark_decode(request, options, shared.output(_OUTPUT), **peering, **target)

@@ -16,6 +16,7 @@ from typing import Any
 from absl import flags
 
 from t2r.commands import _benchmark as shared
+from t2r.commands._decoding import ignored
 
 _MODEL, _OUTPUT = shared.define_architecture(batch=1), shared.define_output()
 _ROW = flags.DEFINE_string("row", None, "How the architecture is converted; default: t2r; with --model, not at all.")
@@ -30,8 +31,9 @@ def main() -> dict[str, Any]:
     from t2r.benchmark.long import LongOptions, benchmark_long
     from t2r.benchmark.models import UNCHANGED, make_request
     from t2r.decode.sampling import Sampling
-    from t2r.errors import InputError
+    from t2r.errors import InputError, raise_all
 
+    raise_all("flags:", ignored([_TOP_K, _SEED], _TEMPERATURE))
     if "," in (_WEIGHTS.value or ""):
         raise InputError(f"--weights={_WEIGHTS.value}: choose one type, that of --dtype or int8")
     row = _ROW.value or (UNCHANGED if _MODEL.model.value else "t2r")

@@ -32,9 +32,11 @@ _MODEL = flags.DEFINE_string(
     required=True,
 )
 _OUTPUT = flags.DEFINE_string("output", None, "Model directory to write; must not exist.", required=True)
-_FEATURE_MAP = flags.DEFINE_string("feature_map", "t2r", "Feature map φ: t2r, elu, rfa, rfa_fixed or performer.")
+_FEATURE_MAP = flags.DEFINE_string(
+    "feature_map", "t2r", "Feature map φ: t2r, hedgehog, elu, rfa, rfa_fixed, performer or t2r_elu."
+)
 _FEATURES = flags.DEFINE_integer(
-    "features", None, "Feature size k; default: 32 (elu: the size of a head; translation with --finetune: 4)."
+    "features", None, "Feature size k; default: 32 (elu: the size of a head; recipes of translation with /paper: 4)."
 )
 _CROSS_FEATURES = flags.DEFINE_integer(
     "cross_features", None, "Feature size k of cross attention; default: --features."

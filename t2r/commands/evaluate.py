@@ -56,6 +56,7 @@ _SAMPLE_LENGTH = flags.DEFINE_integer("sample_length", 256, "With --samples: tok
 _SAMPLE_PROMPT = flags.DEFINE_integer(
     "sample_prompt", 32, "With --samples: tokens of --data that each continues; 0: none.", lower_bound=0
 )
+OF_TEXT = [_WINDOW, _DOCUMENTS, _RECALL, _SAMPLES, _SCORER, _SAMPLE_LENGTH, _SAMPLE_PROMPT]
 _DTYPE, _WEIGHTS = decoding.define_dtype(), decoding.define_weights()
 _BEAM = flags.DEFINE_integer("beam", 5, "Translation: beam size; 1: greedy.")
 _PENALTY = flags.DEFINE_float("length_penalty", 0.6, "Translation: scores are divided by length^penalty.")
@@ -66,6 +67,7 @@ _TOKENIZE = flags.DEFINE_string(
 _MOSES = flags.DEFINE_string("moses", None, "Translation: target language, such as de; adds tokenised BLEU.")
 _COMPOUNDS = flags.DEFINE_bool("split_compounds", False, "Translation: split hyphenated compounds in tokenised BLEU.")
 _OUTPUT = flags.DEFINE_string("output", None, "Translation: TSV file for sources, references and translations.")
+OF_TRANSLATIONS = [_BEAM, _PENALTY, _EARLY, _TOKENIZE, _MOSES, _COMPOUNDS, _OUTPUT]
 
 
 def main() -> dict[str, Any]:
@@ -77,6 +79,9 @@ def main() -> dict[str, Any]:
 
     if sum(flag.value is not None for flag in (_DATA, _LOGITS, _LOG_PROBS)) != 1:
         raise InputError("give one of --data=SPEC, --logits=IN.npz:OUT.npz and --log_probs=IN.npz:OUT.npz")
+    unused = decoding.given([_SPLIT, _FIRST, _BATCH, *OF_TEXT, *OF_TRANSLATIONS])
+    if _DATA.value is None and unused:
+        raise InputError(f"{unused}: nothing is scored with --logits and --log_probs; leave out {unused}")
     loaded = by_name.load(_MODEL.value, dtype=_DTYPE.value)
     if _WEIGHTS.value == "int8":
         loaded = loaded._replace(model=for_decoding(loaded.model, "int8"))
@@ -99,13 +104,14 @@ def _options(*, translates: bool) -> dict[str, Any]:
     from t2r.errors import InputError
 
     common = dict(first=_FIRST.value, batch=_BATCH.value)
+    unused = decoding.given(OF_TEXT if translates else OF_TRANSLATIONS)
+    kinds = ("language", "translation", "BLEU") if translates else ("translation", "language", "perplexity")
+    if unused:
+        raise InputError(f"{unused}: for {kinds[0]} models; this is a {kinds[1]} model, which is scored by {kinds[2]}")
     if not translates:
         lengths = [_length(value) for value in _RECALL.value]
         text = dict(common, documents=_DOCUMENTS.value, window=_WINDOW.value, recall_lengths=lengths)
         return text | _sample_options()
-    for flag in (_RECALL, _SAMPLES):
-        if flag.value:
-            raise InputError(f"--{flag.name} is for language models: a translation model is scored by BLEU")
     return dict(
         common,
         beam=Beam(_BEAM.value, _PENALTY.value, _EARLY.value),
@@ -121,10 +127,9 @@ def _sample_options() -> dict[str, Any]:
     from t2r.importers import by_name
 
     if not _SAMPLES.value:
-        unused = [flag for flag in (_SCORER, _SAMPLE_LENGTH, _SAMPLE_PROMPT) if flag.present]
+        unused = decoding.given([_SCORER, _SAMPLE_LENGTH, _SAMPLE_PROMPT])
         if unused:
-            names = ", ".join(f"--{flag.name}" for flag in unused)
-            raise InputError(f"{names}: say how many texts the model writes, as in --samples=64")
+            raise InputError(f"{unused}: say how many texts the model writes, as in --samples=64")
         return {}
     scorer = by_name.load(_SCORER.value, dtype=_DTYPE.value) if _SCORER.value else None
     return dict(

@@ -36,7 +36,6 @@ _DTYPE, _WEIGHTS, _KERNELS = decoding.define_dtype(), decoding.define_weights(),
 
 def main() -> dict[str, Any]:
     from t2r.console import say
-    from t2r.decode.sampling import Sampling
     from t2r.decode.state_file import check_state_file, save_generation
     from t2r.decode.text import check_language_model, generate_text, write_texts
     from t2r.importers import by_name
@@ -45,7 +44,9 @@ def main() -> dict[str, Any]:
     _check_texts()
     if _SAVE.value:
         check_state_file(Path(_SAVE.value))
-    sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
+    if _LOAD.value and _SEED.present:
+        raise InputError(f"--seed={_SEED.value}: the random numbers of --load_state go on; leave out --seed")
+    sampling = decoding.chosen_sampling(_TEMPERATURE, _TOP_K, _TOP_P, _SEED)
     loaded = by_name.load(_MODEL.value, dtype=_DTYPE.value, kernels=_KERNELS.value)
     check_language_model(loaded)
     if _WEIGHTS.value == "int8" or _TEXTS.value or len(_PROMPT.value) > 1:  # float32 by row: faster for several texts

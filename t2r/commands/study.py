@@ -30,7 +30,7 @@ _SEEDS = define_numbers("seeds", ["0"], "Each row is trained once with each of t
 _JOBS = flags.DEFINE_integer("jobs", 1, "Rows at a time, on the same device.", lower_bound=1, upper_bound=64)
 _SPLIT = flags.DEFINE_string("split", "test", "The split that rows are scored on.")
 _SCALE = flags.DEFINE_float(
-    "scale", 1.0, "Factor of all rows' steps, warm-up and intervals between checkpoints.", lower_bound=1e-4
+    "scale", 1.0, "Factor of all rows' steps, warm-up and intervals, also of those that --set gives.", lower_bound=1e-4
 )
 _SET = flags.DEFINE_multi_string("set", [], "FIELD=VALUE: change a field of all rows' configs; may be repeated.")
 

@@ -43,21 +43,25 @@ def main() -> dict[str, Any]:
     from t2r.console import table
     from t2r.decode.beam import Beam
     from t2r.decode.sampling import Sampling
-    from t2r.decode.translator import TranslateOptions, translate_file
+    from t2r.decode.translator import TranslateOptions, check_request, translate_file
     from t2r.importers import by_name
     from t2r.model.rows import for_decoding
 
-    sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value) if _TEMPERATURE.value else None
+    sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     options = TranslateOptions(
         beam=Beam(_BEAM.value, _PENALTY.value, _EARLY.value),
-        sampling=sampling,
+        sampling=sampling if sampling.temperature else None,
         seed=_SEED.value,
         batch=_BATCH.value,
         max_source=_MAX_SOURCE.value,
         truncate=_OVERLONG.value == "truncate",
     )
+    request = dict(n_best=_N_BEST.value, scores=_SCORES.value)
+    problems = decoding.ignored([_TOP_K, _TOP_P, _SEED], _TEMPERATURE)
+    problems += decoding.ignored([_BEAM, _PENALTY, _EARLY], _TEMPERATURE, when_sampling=True)
+    check_request(_INPUT.value, _OUTPUT.value, options, **request, problems=problems)
     loaded = by_name.load(_MODEL.value, dtype=_DTYPE.value, kernels=_KERNELS.value)
     loaded = loaded._replace(model=for_decoding(loaded.model, _WEIGHTS.value))
-    result = translate_file(loaded, _INPUT.value, _OUTPUT.value, options, n_best=_N_BEST.value, scores=_SCORES.value)
+    result = translate_file(loaded, _INPUT.value, _OUTPUT.value, options, **request) | {"weights": _WEIGHTS.value}
     print(table(["translated", ""], result.items()), file=report_stream())
     return result

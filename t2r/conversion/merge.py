@@ -35,8 +35,8 @@ def merge(model: LanguageModel) -> LanguageModel:
         hint = "it is merged already" if merged else "convert it first"
         raise InputError(f"nothing to merge: the model has no unmerged linear attention; {hint}")
     problems = [
-        f"layer {layer}, {SPECS[name]}: only the feature map 't2r' is a linear map before its activation, "
-        f"not {specs[name][layer].feature_map!r}"
+        f"layer {layer}, {SPECS[name]}: only the feature map 't2r' can be merged, not "
+        f"{specs[name][layer].feature_map!r}: use the model as it is"
         for name, layer in linear
         if specs[name][layer].feature_map != "t2r"
     ]

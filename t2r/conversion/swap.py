@@ -71,29 +71,19 @@ def swapped_config(
     feature_sizes = {"attention": features}
     if config.encoder_layers:
         feature_sizes["cross"] = cross_features if cross_features is not None else features
-    elif cross_features is not None:
-        raise InputError(f"cross_features={cross_features}: a language model has no cross attention")
     choices = {"all": set(feature_sizes), "causal": {"attention"}, "cross": {"cross"} & set(feature_sizes)}
-    if attention not in choices or not choices[attention]:
-        raise InputError(f"attention={attention!r}: choose all or causal, or for a translation model cross")
-    if (window or sinks) and "attention" not in choices[attention]:
-        raise InputError(
-            f"window={window} and sinks={sinks} are for causal attention, which attention={attention!r} does not "
-            "convert: set both to 0, or attention='all'"
-        )
-    if sinks > 0 and not window:
-        raise InputError(f"sinks={sinks} needs a window: linear attention alone keeps no token exactly")
+    chosen_names = choices.get(attention, set())
+    problems = _problems_of_choice(config, attention, chosen_names, cross_features, cross_keep, window, sinks)
     new_specs = {
-        name: AttentionSpec("linear", feature_map, size)
-        for name, size in feature_sizes.items()
-        if name in choices[attention]
+        name: AttentionSpec("linear", feature_map, size) for name, size in feature_sizes.items() if name in chosen_names
     }
-    if window or sinks:
-        exact = dict(kind="windowed", window=window, sinks=sinks)
+    if "attention" in new_specs:
+        exact = dict(kind="windowed" if window else "linear", window=window, sinks=sinks)
         new_specs["attention"] = dataclasses.replace(new_specs["attention"], **exact)
-    raise_all("cannot swap:", [problem for spec in new_specs.values() for problem in spec.problems(config.head_dim)])
-    if cross_keep is not None and not config.encoder_layers:
-        raise InputError(f"cross_keep={cross_keep!r}: a language model has no cross attention")
+    for name, spec in new_specs.items():
+        own = "cross attention: " if name == "cross" and cross_features is not None else ""
+        problems += [own + problem for problem in spec.problems(config.head_dim) if problem not in problems]
+    raise_all("cannot swap:", problems)
     kept = {"attention": layers_to_keep(keep, config.layers)}
     kept["cross"] = kept["attention"] if cross_keep is None else layers_to_keep(cross_keep, config.layers)
     specs = {name: list(getattr(config, SPECS[name])) for name in new_specs}
@@ -108,10 +98,40 @@ def swapped_config(
         specs[name][layer] = dataclasses.replace(specs[name][layer], **changes)
     swapped = dataclasses.replace(config, **{SPECS[name]: tuple(specs[name]) for name in specs})
     if swapped == config:
+        which = {"all": "attention", "causal": "causal attention", "cross": "cross attention"}[attention]
+        if not any(spec.kind == "softmax" for name in new_specs for spec in specs[name]):
+            raise InputError(f"nothing to swap: all of this model's {which} is linear already; give its transformer")
+        chosen_by = f"keep={keep!r}" + ("" if cross_keep is None else f" and cross_keep={cross_keep!r}")
         raise InputError(
-            f"nothing to swap: keep={keep!r} leaves no softmax attention to swap in {config.layers} layers"
+            f"nothing to swap: {chosen_by} keeps all softmax {which} of {config.layers} layers: keep fewer"
         )
     return swapped
+
+
+def _problems_of_choice(
+    config: ModelConfig,
+    attention: str,
+    chosen: set[str],
+    cross_features: int | None,
+    cross_keep: str | None,
+    window: int,
+    sinks: int,
+) -> list[str]:
+    """What is wrong with the choice of which attention is swapped; `chosen` are its names."""
+    problems = []
+    for name, value in (("cross_features", cross_features), ("cross_keep", cross_keep)):
+        if value is not None and not config.encoder_layers:
+            problems.append(f"{name}={value}: a language model has no cross attention")
+    if not chosen:
+        problems.append(f"attention={attention!r}: choose all or causal, or for a translation model cross")
+    elif (window or sinks) and "attention" not in chosen:
+        problems.append(
+            f"window={window} and sinks={sinks} are for causal attention, which attention={attention!r} does not "
+            "convert: set both to 0, or attention='all'"
+        )
+    elif sinks > 0 and not window:
+        problems.append(f"sinks={sinks} needs a window: linear attention alone keeps no token exactly")
+    return problems
 
 
 def check_memory(model: LanguageModel, swapped: list[tuple[str, AttentionSpec]]) -> None:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from t2r.data.sources import SPLITS, read_text, split_spec
+from t2r.data.sources import check_split, read_text, split_spec, table_columns
 from t2r.errors import InputError
 from t2r.extras import require
 
@@ -33,8 +33,7 @@ def load_pairs(spec: str, split: str) -> Sequence[Pair]:
 
     Files are loaded at once; pairs with an empty side are left out. TFDS data is read pair by pair, unfiltered.
     """
-    if split not in (*SPLITS, "all"):
-        raise InputError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}, all")
+    check_split(split)
     if len(split_spec(spec)) > 1:
         return [pair for part in split_spec(spec) for pair in load_pairs(part, split)]
     kind, _, name = spec.partition(":")
@@ -83,7 +82,7 @@ def read_two_files(source: Path, target: Path) -> list[Pair]:
 
 def read_table(name: str) -> list[Pair]:
     """Pairs from a tab-separated file, PATH[,SOURCE_COLUMN,TARGET_COLUMN]; columns count from 1, by default 1 and 2."""
-    path, *columns = name.rsplit(",", 2) if name.count(",") >= 2 else [name]
+    path, *columns = table_columns(name)
     if not all(column.isdigit() and int(column) for column in columns):
         raise InputError(f"tsv:{name}: give two columns, counted from 1, as in tsv:{path},2,1")
     columns = [int(column) - 1 for column in columns] or [0, 1]

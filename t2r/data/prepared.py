@@ -15,7 +15,7 @@ from t2r import processes
 from t2r.console import Progress
 from t2r.data.buckets import EncodedPairs
 from t2r.data.pairs import load_pairs
-from t2r.data.sources import load_documents, split_spec
+from t2r.data.sources import files_of, load_documents
 from t2r.data.tokenizer import Tokenizer, TokenizerPair, load_tokenizer, train_tokenizer
 from t2r.errors import InputError
 from t2r.files import atomic_directory, one_at_a_time
@@ -142,5 +142,9 @@ def _request(spec: str, split: str, tokenizer: Tokenizer | TokenizerPair) -> str
 
 def stamps_of(spec: str) -> list[tuple[int, int]]:
     """Sizes and modification times of the files that a data spec names."""
-    names = [name for part in split_spec(spec) for name in part.partition(":")[2].split(",")]
-    return [(path.stat().st_size, path.stat().st_mtime_ns) for path in map(Path, names) if path.is_file()]
+    return stamps(files_of(spec))
+
+
+def stamps(paths: Iterable[Path]) -> list[tuple[int, int]]:
+    """Sizes and modification times of those of these files that exist."""
+    return [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.is_file()]

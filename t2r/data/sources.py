@@ -11,7 +11,7 @@ import sysconfig
 import zlib
 from pathlib import Path
 
-from t2r.errors import InputError
+from t2r.errors import InputError, unknown
 
 SPLITS = ("train", "valid", "test")
 # What the model builtin:stories wrote; stories.json, beside it, has the command.
@@ -24,8 +24,7 @@ _LEAST_PROSE = 200_000  # characters; a full CPython has millions, a stripped on
 
 def load_documents(spec: str, split: str) -> list[str]:
     """The documents of a split; `all` is all three. A file is one document unless it has `<|endoftext|>` lines."""
-    if split not in (*SPLITS, "all"):
-        raise InputError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}, all")
+    check_split(split)
     if len(split_spec(spec)) > 1:
         return [document for part in split_spec(spec) for document in load_documents(part, split)]
     kind, _, name = spec.partition(":")
@@ -43,6 +42,12 @@ def load_documents(spec: str, split: str) -> list[str]:
     raise InputError(f"unknown data {spec!r}: use builtin:stories, builtin:pydoc, text:PATH (.gz too) or tfds:NAME")
 
 
+def check_split(split: str) -> None:
+    """Refuses a name that is not that of a split."""
+    if split not in (*SPLITS, "all"):
+        raise InputError(unknown("split", split, [*SPLITS, "all"]))
+
+
 def split_spec(spec: str) -> list[str]:
     """The specs that ` + ` joins: `text:A + text:B` → [`text:A`, `text:B`]."""
     return [part.strip() for part in spec.split(" + ")]
@@ -50,8 +55,20 @@ def split_spec(spec: str) -> list[str]:
 
 def files_of(spec: str) -> list[Path]:
     """The files that a spec names, whether or not they exist."""
-    names = [part.partition(":") for part in split_spec(spec)]
-    return [Path(name) for kind, _, files in names if kind in ("text", "pairs", "tsv") for name in files.split(",")]
+    files = []
+    for kind, _, names in (part.partition(":") for part in split_spec(spec)):
+        if kind == "text":
+            files.append(Path(names))
+        elif kind == "tsv":
+            files.append(Path(table_columns(names)[0]))
+        elif kind == "pairs":
+            files += map(Path, names.split(","))
+    return files
+
+
+def table_columns(name: str) -> list[str]:
+    """The parts of PATH[,SOURCE_COLUMN,TARGET_COLUMN]; a path may have commas."""
+    return name.rsplit(",", 2) if name.count(",") >= 2 else [name]
 
 
 def read_text(path: Path) -> str:

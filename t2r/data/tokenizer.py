@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, SupportsIndex, runtime_checkable
 import sentencepiece
 
 from t2r.data.byte_pairs import BytePairs
-from t2r.errors import InputError
+from t2r.errors import InputError, unknown
 from t2r.extras import require
 from t2r.files import read_file, read_json
 
@@ -399,7 +399,7 @@ KINDS = (*LEARNED.values(), FairseqWords, FairseqSubwords, Hub, Pieces)
 def train_tokenizer(kind: str, text: str, vocab_size: int, **options: Any) -> Tokenizer:
     """A tokenizer of this kind, trained on a text; `options` are those of `SentencePiece.train`."""
     if kind not in LEARNED:
-        raise InputError(f"unknown tokenizer {kind!r}: choose one of {', '.join(LEARNED)}")
+        raise InputError(unknown("tokenizer", kind, LEARNED))
     return LEARNED[kind].train(text, vocab_size, **options)
 
 

@@ -176,7 +176,8 @@ def _translate(
         if shrinks and not waiting and (~done).sum() <= together < len(done):
             live = np.argsort(done, kind="stable")[:together]
             search, done, owner, steps = _only(search, live), done[live], owner[live], steps[live]
-        rest = rows - together if waiting else together if shrinks and len(done) > together else 0
+        at_end = together if shrinks and len(done) > together else 0  # those fit into a smaller batch
+        rest = rows - together if waiting else at_end
         search = _advance(graph, arrays, with_room(search), rest, special, beam, packed)
         were_done, done, steps = done, np.array(search.done), np.array(search.step)
         found = jax.device_get((search.history, search.results, search.scores, search.lengths))

@@ -52,7 +52,8 @@ def load_generation(path: Path, model: LanguageModel) -> Generation:
     except FileNotFoundError:
         raise InputError(f"no state file {path}: check the path") from None
     except (SafetensorError, OSError) as error:
-        raise InputError(f"cannot read {path}: {error}; it is damaged or not a state file") from None
+        reason = f" ({error.strerror})" if getattr(error, "strerror", None) else ""
+        raise InputError(f"cannot read {path}{reason}: it is damaged or not a state file") from None
     if "last" not in arrays or arrays["last"].ndim != 1:
         raise InputError(f"{path} is not a saved state: it has no array 'last', one token for each sequence")
     batch = len(arrays["last"])

@@ -19,8 +19,8 @@ from t2r.decode import beam as beam_search
 from t2r.decode.beam import Beam, default_limit, padded_width, within_positions
 from t2r.decode.generate import generate_tokens, prefill_translation
 from t2r.decode.sampling import Sampling
-from t2r.errors import InputError, check_seed
-from t2r.files import atomic_file, check_output_file
+from t2r.errors import InputError, check_seed, raise_all
+from t2r.files import atomic_file, check_output_file, is_same_file
 from t2r.model.rows import for_decoding
 from t2r.model.transformer import Seq2Seq
 from t2r.store.model_dir import LoadedModel
@@ -103,7 +103,7 @@ def fit(
     names += f" and {len(too_long) - _LISTED_LINES:,} more" if len(too_long) > _LISTED_LINES else ""
     problem = f"more than max_source={options.max_source} tokens: {names}"
     if not options.truncate:
-        raise InputError(f"{problem}. Split these lines, raise max_source, or set truncate")
+        raise InputError(f"{problem}. Split these lines (t2r translate also has --max_source and --overlong)")
     warn(f"warning: lines were cut, {problem}")
     cut = set(too_long)
     return [[*ids[: options.max_source - 1], end] if i in cut else ids for i, ids in enumerate(encoded)]
@@ -171,14 +171,7 @@ def translate_file(
 
     With `n_best` > 1 or `scores`, an output line has the source's line number, the score and the text, tab-separated.
     """
-    if n_best > options.beam.size:
-        raise InputError(f"--n_best={n_best} is more than --beam={options.beam.size}: raise the beam")
-    if options.sampling and (n_best > 1 or scores):
-        raise InputError("--n_best and --scores need beam search: leave out --temperature")
-    if output:
-        check_output_file(Path(output))
-    if source and output and os.path.realpath(source) == os.path.realpath(output):
-        raise InputError(f"--output={output} is the input: choose another file")
+    check_request(source, output, options, n_best=n_best, scores=scores)
     loaded = loaded._replace(model=for_decoding(loaded.model))  # once, not for each part
     lines, began = read_lines(source), time.perf_counter()
     lines_at_once = options.batch * BATCHES_AT_ONCE
@@ -198,6 +191,30 @@ def translate_file(
         "sentences_per_second": round(len(lines) / seconds, 1),
         "output": output and str(output),
     }
+
+
+def check_request(
+    source: str | Path | None,
+    output: str | Path | None,
+    options: TranslateOptions,
+    *,
+    n_best: int,
+    scores: bool,
+    problems: Sequence[str] = (),
+) -> None:
+    """Raises one error for `problems` and all else that can be known to be wrong before a model is loaded."""
+    problems = list(problems)
+    if n_best > options.beam.size:
+        problems.append(f"--n_best={n_best} is more than --beam={options.beam.size}: raise the beam, or lower --n_best")
+    if options.sampling and (n_best > 1 or scores):
+        problems.append("--n_best and --scores need beam search: leave out --temperature")
+    if source and not os.path.lexists(source):  # what is wrong with a link, reading it says
+        problems.append(f"--input={source}: there is no such file; check the path")
+    if source and output and is_same_file(source, output):
+        problems.append(f"--output={output} is the input: choose another file")
+    raise_all("cannot translate:", problems)
+    if output:
+        check_output_file(Path(output))
 
 
 def read_lines(path: str | Path | None) -> list[str]:

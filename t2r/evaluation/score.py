@@ -21,7 +21,7 @@ from t2r.evaluation.logits import logits_of
 from t2r.evaluation.perplexity import bits_per_byte, document_perplexity, per_word, perplexity
 from t2r.evaluation.recall import recall, repeated
 from t2r.evaluation.samples import LENGTH, PROMPT, check_samples, pieces, score_samples
-from t2r.files import atomic_file, check_output_file, read_arrays
+from t2r.files import atomic_file, check_output_file, is_same_file, read_arrays
 from t2r.store.model_dir import LoadedModel
 
 
@@ -113,7 +113,7 @@ def evaluate_pairs(
     check_tokenizer(tokenize)
     if output:
         check_output_file(Path(output))
-        if any(file.exists() and Path(output).exists() and file.samefile(output) for file in files_of(data)):
+        if any(is_same_file(output, file) for file in files_of(data)):
             raise InputError(f"--output={output} is a file of --data={data}: choose another file")
     beam = Beam(beam) if isinstance(beam, int) else beam
     sources, references = zip(*itertools.islice(load_pairs(data, split), first))

@@ -31,6 +31,15 @@ FEATURES = {
         "over all keys in S and z. If a new one raises it from c to c′, S and z are first multiplied by exp(c − c′)",
     ],
 }
+FEATURES["hedgehog"] = [
+    "e(a) = feature_map.weight[g] · a / d^¼",
+    "φ(a) = softmax of [e(a), −e(a)] over its elements",
+]
+FEATURES["t2r_elu"] = [
+    "φ(q) = f(feature_map.weight[g] · q / √d + feature_map.bias[g])",
+    "φ(k) = f(feature_map.weight[g] · k + feature_map.bias[g])",
+    "f(a) = a + 1 where a > 0, exp(a) elsewhere",
+]
 FEATURES["rfa_fixed"] = FEATURES["rfa"]  # they differ in training only
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from t2r.attention.feature_map import FEATURE_MAPS
 from t2r.attention.module import AttentionShape
 from t2r.attention.rotary import SCALINGS, Rotary
-from t2r.errors import InputError, raise_all
+from t2r.errors import InputError, raise_all, unknown
 
 CHOICES = {
     "positions": ("sinusoidal", "sinusoidal_open", "learned", "rotary", "none"),
@@ -48,31 +48,30 @@ class AttentionSpec:
     def problems(self, head_dim: int) -> list[str]:
         """What is wrong with this spec, one message for each problem."""
         sizes = {"window": self.window, "sinks": self.sinks}
-        negative = [f"{name}={size} must be at least 0 (0: none)" for name, size in sizes.items() if size < 0]
-        if negative:
-            return negative
+        problems = [f"{name}={size} must be at least 0 (0: none)" for name, size in sizes.items() if size < 0]
         if self.kind == "softmax":
-            return []
-        if self.kind == "windowed" and max(self.window, self.sinks) > MOST_EXACT:
-            return [f"window={self.window} and sinks={self.sinks} must be at most {MOST_EXACT:,}"]
+            return problems
         if self.kind not in ("linear", "windowed", "merged"):
-            return [f"attention kind {self.kind!r}: choose softmax, linear, windowed or merged"]
+            return [*problems, f"attention kind {self.kind!r}: choose softmax, linear, windowed or merged"]
+        if self.kind == "windowed" and max(self.window, self.sinks) > MOST_EXACT:
+            problems.append(f"window={self.window} and sinks={self.sinks} must be at most {MOST_EXACT:,}")
         if self.kind == "windowed" and not self.window:
-            return ["windowed attention needs a window of at least 1 token: set window, or kind='linear'"]
-        if self.feature_map not in FEATURE_MAPS:
-            return [f"unknown feature map {self.feature_map!r}: choose one of {', '.join(FEATURE_MAPS)}"]
-        problems = []
-        if self.features is not None and not 1 <= self.features <= MOST_FEATURES:
-            problems.append(f"features={self.features}: a feature map needs 1 to {MOST_FEATURES:,} features")
-        if self.kind == "merged" and self.feature_map != "t2r":
-            problems.append(f"only feature map 't2r' can be merged, not {self.feature_map!r}")
-        if self.feature_map == "elu" and self.features not in (None, head_dim):
-            problems.append(
-                f"feature map 'elu' has head_dim={head_dim} features, not {self.features}: leave features out"
-            )
-        if self.feature_map in ("rfa", "rfa_fixed") and self.features and self.features % 2:
-            name, size = self.feature_map, self.features
-            problems.append(f"feature map {name!r} makes sine and cosine pairs: features={size} must be even")
+            problems.append("windowed attention needs a window of at least 1 token: set window, or kind='linear'")
+        return problems + self._problems_of_map(head_dim)
+
+    def _problems_of_map(self, head_dim: int) -> list[str]:
+        name, size, problems = self.feature_map, self.features, []
+        if name not in FEATURE_MAPS:
+            return [unknown("feature map", str(name), FEATURE_MAPS)]
+        if size is not None and not 1 <= size <= MOST_FEATURES:
+            problems.append(f"features={size}: a feature map needs 1 to {MOST_FEATURES:,} features")
+        if self.kind == "merged" and name != "t2r":
+            problems.append(f"only feature map 't2r' can be merged, not {name!r}")
+        if name == "elu" and size not in (None, head_dim):
+            problems.append(f"feature map 'elu' has head_dim={head_dim} features, not {size}: leave features out")
+        pairs_of = getattr(FEATURE_MAPS[name], "pairs_of", None)
+        if pairs_of and size and size % 2:
+            problems.append(f"feature map {name!r} has pairs of {pairs_of}: features={size} must be even")
         return problems
 
     @property
@@ -330,16 +329,11 @@ class ModelConfig:
 
 
 def from_dict(fields: dict[str, Any]) -> ModelConfig:
-    """A config from a dict such as `to_dict` makes. Unknown and missing fields are errors that list the valid ones."""
+    """A config from a dict such as `to_dict` makes. All unknown and missing fields are one error."""
     valid = {field.name: field for field in dataclasses.fields(ModelConfig)}
-    unknown = sorted(set(fields) - set(valid))
     required = {name for name, field in valid.items() if field.default is dataclasses.MISSING}
-    missing = sorted(required - set(fields))
-    if unknown or missing:
-        raise_all(
-            f"model config (its fields: {', '.join(valid)}):",
-            [f"unknown field {name!r}" for name in unknown] + [f"missing field {name!r}" for name in missing],
-        )
+    problems = [unknown("field", name, valid) for name in sorted(set(fields) - set(valid))]
+    raise_all("model config:", problems + [f"missing field {name!r}" for name in sorted(required - set(fields))])
     raise_all("model config:", _type_problems(ModelConfig, fields))
     for name in ("attention", "cross_attention"):  # dicts where the fields come from JSON
         specs = [dataclasses.asdict(spec) if not isinstance(spec, dict) else spec for spec in fields.get(name, ())]
@@ -458,5 +452,5 @@ PRESETS: dict[str, dict[str, Any]] = {
 def preset(name: str, **fields: Any) -> ModelConfig:
     """The preset `name`, with some fields changed."""
     if name not in PRESETS:
-        raise InputError(f"unknown model preset {name!r}: choose one of {', '.join(PRESETS)}")
+        raise InputError(unknown("model preset", name, PRESETS))
     return from_dict({**PRESETS[name], **fields})

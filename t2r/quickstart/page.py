@@ -20,7 +20,13 @@ LABELS = {
 DRAWN = {"transformer": SOFTMAX, "t2r": RNN, "window": COLORS["t2r_75"]}
 NEXT = """t2r generate --model={model} --prompt="Lily found a key" \\
     --length=200 --temperature=0.7
-t2r convert --model=path/to/your/model --output=runs/mine --finetune"""
+
+# a model of your own, on a GPU
+t2r convert --model=path/to/your/model --output=runs/mine --finetune
+
+# the same on a CPU, as a trial
+t2r convert --model=path/to/your/model --output=runs/mine --finetune \\
+    --steps=100 --set=data.batch=4 --set=teacher.texts=200"""
 
 
 class Report(NamedTuple):
@@ -59,14 +65,18 @@ def _introduction(report: Report) -> list[str]:
         "What it cost": f"T2R: {report.steps['t2r']} steps of finetuning, each on {report.stories_per_step} {written}, "
         f"and a perplexity of {cost['t2r']:.2f} where the transformer has {cost['transformer']:.2f}. With a window: "
         f"{report.steps['window']} steps and {cost['window']:.2f}. All of this page took "
-        f"{report.seconds / 60:.0f} minutes.",
+        f"{report.seconds:.0f} seconds.",
         "What it brought": f"A state of constant size. {_gains(report)}",
     }
     return [
         "<p>A transformer remembers every token that it has read: the longer the text, the slower it writes and the "
         "more memory it needs. A recurrent network keeps a state of constant size instead. This page shows one turned "
-        "into the other: its attention was replaced, and a little finetuning repaired most of what that broke.</p>",
+        "into the other: its attention was replaced, which broke it, and finetuning repaired much of it.</p>",
+        "<p>A token is a word or a piece of one. Attention is what looks back at earlier tokens: softmax attention "
+        "compares each new token with every earlier one, linear attention adds what it reads to a sum of one size.</p>",
         f"<div class=beside>{''.join(f'<section><h3>{k}</h3><p>{v}</p></section>' for k, v in cards.items())}</div>",
+        "<p><b>Which one?</b> With a window the model stays nearer to the transformer; its memory is constant, too. "
+        "Without one it is smaller and faster, and needs much more finetuning than a page like this can show.</p>",
     ]
 
 
@@ -82,8 +92,8 @@ def _gains(report: Report) -> str:
         return text
     speeds, sizes = _gain(report, 0)
     return (
-        f"{text} After {shortest:,} tokens they write {speeds[0]} and {speeds[1]} times as fast, with {sizes[0]} and "
-        f"{sizes[1]} of the memory."
+        f"{text} After only {shortest:,} tokens T2R writes {speeds[0]} times as fast, with {sizes[0]} of the memory, "
+        f"and with a window {speeds[1]} times as fast, with {sizes[1]}."
     )
 
 
@@ -129,12 +139,12 @@ def _quality(report: Report) -> list[str]:
         "means: as unsure of the next token as if it chose among 4. Finetuning T2R recovered "
         f"{report.recovered:.1%} of what the swap cost.</p>",
         "<p><b>Recall:</b> the perplexity of a text that the model has just read once, when it comes again; lower is "
-        "better, and 1 is a perfect memory. This transformer has not learned to repeat, so compare the others with it, "
-        "not with 1.</p>",
+        "better, and 1 is a perfect memory. This transformer was not trained on texts that repeat, so it is bad at it "
+        "itself: compare the others with it, not with 1.</p>",
         "<p><b>T2R</b> is the method of the paper named below: attention is linear for all tokens. A small function "
         "with random weights, the feature map, replaces the exponential of softmax; it is trained with the rest, and "
-        "merged into other weights in the end. Unlike in the paper, the model learns to give the transformer's "
-        "probabilities. With more steps than these few it loses less: "
+        "folded into the weights before it in the end, so that it costs no time. Unlike in the paper, the model "
+        "learns to give the transformer's probabilities. With more steps than these few it loses less: "
         "<code>t2r quickstart --steps=600 --workdir=runs/longer</code>.</p>",
         "<p><b>With a window</b>, attention stays exact for the last 64 tokens and the first 4, and is linear for all "
         "others; before finetuning, each attention is fitted to the one that it replaces. <code>t2r convert "
@@ -156,8 +166,8 @@ def _decoding(report: Report) -> list[str]:
     return [
         "<h2>What was gained</h2>",
         f"<p>{batch} texts are generated at a time, of the lengths below; speed and memory are those of all {batch} "
-        f"together. Speed is measured over the last {speeds['t2r'][0].steps} tokens of each length, when everything is "
-        "compiled.</p>",
+        f"together. The speed at a length is that of its last {speeds['t2r'][0].steps} tokens, without compilation. "
+        "Memory is what attention keeps of the text; the weights come on top. All axes are logarithmic.</p>",
         f"<div class=beside>{''.join(f'<figure>{plot}</figure>' for plot in plots)}</div>",
         "<div class=beside>",
         f"<div><h3>Tokens per second</h3>{table(['tokens', *names], rates)}</div>",
@@ -172,7 +182,7 @@ def _plot(speeds: dict[str, list[DecodeSpeed]], title: str, value: Callable[[Dec
     axes = figure.subplots()
     for name, runs in speeds.items():
         axes.plot([run.length for run in runs], list(map(value, runs)), "o-", color=DRAWN[name], label=LABELS[name])
-    axes.set(xlabel="generated tokens", title=title)
+    axes.set(xlabel="length of the text so far, in tokens", title=title)
     log_axes(axes, [run.length for run in speeds["t2r"]])
     axes.legend()
     return figure_svg(figure)
@@ -183,7 +193,8 @@ def _next(report: Report) -> list[str]:
         "<h2>What to do next</h2>",
         "<p>Have the converted model tell another story, then convert a model of your own: a Hugging Face directory "
         "(GPT-2, Llama, ...), a fairseq checkpoint or a GGUF file. Without <code>--data</code>, your model writes "
-        "its own training text, as this one did.</p>",
+        "its own training text, as this one did; <code>--data=text:FILE</code> is yours. Where <code>t2r</code> is not "
+        "installed, write <code>.venv/bin/python -m t2r</code>.</p>",
         f"<pre>{html.escape(NEXT.format(model=report.models['window']))}</pre>",
         f"<p><small>Made in {report.seconds:.0f} s on {html.escape(describe(report.environment))}. "
         "Method: Kasai et al. (2021), “Finetuning Pretrained Transformers into RNNs”.</small></p>",

@@ -3,7 +3,6 @@
 Config files start from `default_config()`. It is locked, so a misspelt field is an error.
 """
 
-import difflib
 import importlib.util
 import math
 from collections.abc import Iterable
@@ -12,7 +11,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from t2r.data.pairs import is_pairs
-from t2r.errors import UINT32_MAX, InputError, raise_all
+from t2r.errors import UINT32_MAX, InputError, raise_all, unknown
 from t2r.model.config import PRESETS, RUNTIME_FIELDS, ModelConfig, preset
 
 SHIPPED = Path(__file__).parents[1] / "configs"
@@ -198,13 +197,8 @@ def check_overrides(config: ConfigDict, names: list[str]) -> None:
 
 def unknown_fields(config: ConfigDict, names: Iterable[str]) -> dict[str, str]:
     """The fields that the config does not have, each with what to say about it."""
-    known, problems = field_names(config), {}
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f": did you mean {close[0]!r}?" if close else f"; the fields are {', '.join(known)}"
-            problems[name] = f"unknown field {name!r}{hint}"
-    return problems
+    known = field_names(config)
+    return {name: unknown("field", name, known) for name in names if name not in known}
 
 
 def field_names(config: ConfigDict, prefix: str = "") -> list[str]:

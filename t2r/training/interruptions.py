@@ -66,12 +66,17 @@ def quiet_libraries() -> Iterator[None]:
     levels = {"absl": logging.ERROR, "asyncio": logging.CRITICAL}
     previous_levels = {name: logging.getLogger(name).level for name in levels}
     previous_hook, previous_thread_hook = sys.excepthook, threading.excepthook
+    previous_unraisable_hook = sys.unraisablehook
 
     def report_once(failure: threading.ExceptHookArgs) -> None:
         # Orbax raises an error of its threads again in the thread that waits for the result.
-        modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(failure.exc_traceback))
-        if not any(name.startswith("orbax.") for name in modules):
+        if not _is_of_orbax(failure.exc_traceback):
             previous_thread_hook(failure)
+
+    def report_unraisable(failure: "sys.UnraisableHookArgs") -> None:
+        # Python ends the reads that orbax gave up on when it frees them, and orbax turns that into an error.
+        if not _is_of_orbax(failure.exc_traceback):
+            previous_unraisable_hook(failure)
 
     def report_results(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not _is_late_result(error, trace):
@@ -80,12 +85,18 @@ def quiet_libraries() -> Iterator[None]:
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
     sys.excepthook, threading.excepthook = report_results, report_once
+    sys.unraisablehook = report_unraisable
     try:
         yield
     finally:
         sys.excepthook, threading.excepthook = previous_hook, previous_thread_hook
+        sys.unraisablehook = previous_unraisable_hook
         for name, level in previous_levels.items():
             logging.getLogger(name).setLevel(level)
+
+
+def _is_of_orbax(trace: TracebackType | None) -> bool:
+    return any(frame.f_globals.get("__name__", "").startswith("orbax.") for frame, _ in traceback.walk_tb(trace))
 
 
 def _is_late_result(error: BaseException, trace: TracebackType | None) -> bool:

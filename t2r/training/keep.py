@@ -8,7 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from t2r.data.pairs import load_pairs
-from t2r.data.prepared import cached_directory, stamps_of
+from t2r.data.prepared import cached_directory, stamps, stamps_of
 from t2r.evaluation.damage import SOURCES, Damage, damage_on_sources, damage_on_text, reduction_of
 from t2r.evaluation.keep import choose_layers
 from t2r.files import read_json
@@ -38,7 +38,7 @@ def _measured(config: ConfigDict, workdir: Path, loaded: LoadedModel, plan: dict
             damage = damage_on_text(loaded.model, tokens, length=data.length, **reduction)
         (folder / "damage.json").write_text(json.dumps(damage._asdict(), indent=1) + "\n")
 
-    stamps = stamps_of(f"model:{config.init_from}/model.safetensors"), stamps_of(data.source)
-    request = f"{config.init_from} {data.source} {config.teacher.writes} {data.length} {reduction} {stamps}"
+    files = stamps([Path(config.init_from) / "model.safetensors"]), stamps_of(data.source)
+    request = f"{config.init_from} {data.source} {config.teacher.writes} {data.length} {reduction} {files}"
     folder = cached_directory(workdir, "damage", request, fill)
     return Damage(**read_json(folder / "damage.json", "remove its folder: it is then measured again"))

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from t2r.errors import InputError
+from t2r.errors import InputError, unknown
 
 
 class TableRow(NamedTuple):
@@ -35,7 +35,7 @@ ROWS = {
 def translation_row(config: ConfigDict, name: str) -> TableRow:
     """The row of this name; sets config.convert to its feature map and sizes."""
     if name not in ROWS:
-        raise InputError(f"unknown row {name!r}: choose one of {', '.join(ROWS)}")
+        raise InputError(unknown("row", name, ROWS))
     row = ROWS[name]
     config.convert.update(feature_map=row.feature_map, features=row.features, cross_features=row.cross_features)
     config.convert.keep = row.keep

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from t2r.console import Progress, say
 from t2r.data.buckets import EncodedPairs
 from t2r.data.pairs import load_pairs
-from t2r.data.prepared import cached_directory, fill_if_absent, read_ids, stamps_of, write_ids
+from t2r.data.prepared import cached_directory, fill_if_absent, read_ids, stamps, stamps_of, write_ids
 from t2r.data.sources import read_text, split_spec
 from t2r.data.tokenizer import Tokenizer, TokenizerPair, decoder_start_ids, prompt_ids, stop_ids
 from t2r.decode.beam import default_limit
@@ -127,10 +127,10 @@ def _written(
     show: Callable[[Sequences], list[str]],
 ) -> Path:
     """The folder with the teacher's outputs, generated if they are not cached. Batches that exist are reused."""
-    stamps = stamps_of(f"model:{config.init_from}/model.safetensors")
+    model = stamps([Path(config.init_from) / "model.safetensors"])
     # How the loss uses the teacher does not affect what it writes.
     plan = {name: value for name, value in config.teacher.items() if not name.startswith("soft")}
-    request = f"{config.init_from} {stamps} {plan} {config.seed} {request}"
+    request = f"{config.init_from} {model} {plan} {config.seed} {request}"
     parts = workdir / f"teacher-parts-{zlib.crc32(request.encode()):08x}"
 
     def fill(folder: Path) -> None:

@@ -197,7 +197,7 @@ def run_steps(run: Run, state: TrainState, batches: grain.DatasetIterator) -> Tr
                     progress.say(f"step {step}: validation perplexity {score:.2f}")
                 if saving:
                     checkpoints.save(step, state, batches.get_state())
-            if stopping and not last:
+            if stopping:  # after the last step, too: what would follow may take long
                 checkpoints.close()
                 log.metrics.close()
                 raise Stopped(f"stopped by SIGTERM after step {step} of {config.steps}, which is saved")

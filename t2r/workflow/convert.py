@@ -12,7 +12,7 @@ from t2r import environment
 from t2r.console import finite, say
 from t2r.conversion.directory import merge_model
 from t2r.data.pairs import is_pairs
-from t2r.data.prepared import stamps_of
+from t2r.data.prepared import stamps, stamps_of
 from t2r.errors import InputError
 from t2r.evaluation.bleu import check_tokenizer
 from t2r.evaluation.keep import check_plan
@@ -123,9 +123,9 @@ def find_model(source: str | Path, workdir: Path) -> str:
 
 def request_of(config: ConfigDict) -> dict[str, Any]:
     """All that the trained model depends on, by name."""
-    model = f"model:{model_dir.resolve(config.init_from)}/model.safetensors"
-    stamps = {"model's size and time": stamps_of(model), "data's size and time": stamps_of(config.data.source)}
-    return {**{f"config.{name}": value for name, value in flat(config.to_dict()).items()}, **stamps}
+    model = stamps([Path(model_dir.resolve(config.init_from)) / "model.safetensors"])
+    files = {"model's size and time": model, "data's size and time": stamps_of(config.data.source)}
+    return {**{f"config.{name}": value for name, value in flat(config.to_dict()).items()}, **files}
 
 
 class Work:

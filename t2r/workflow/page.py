@@ -20,7 +20,8 @@ COLUMN_NOTES = {
     "features": "Features are those of all heads together.",
     "damage": "Perplexity when reduced: of the transformer, before training, with this one attention reduced: causal "
     "attention to its window and first tokens, cross attention to the mean of the source.",
-    "distance": "The distance is Σ‖y − y′‖² / Σ‖y′‖², where y′ is the output of the transformer's attention.",
+    "distance": "The distance is Σ‖y − y′‖² / Σ‖y′‖², where y is the output of "
+    "this attention and y′ that of the transformer's: 0 is equal, 1 as bad as an output of zero.",
     "dead": "A feature of φ is dead if it is zero for all queries, or for all keys, of a held-out batch.",
     "clamped": "A normaliser is clamped if φ(q)·z is below its least value.",
 }
@@ -49,9 +50,10 @@ def _introduction(report: dict[str, Any]) -> list[str]:
     if report["transfer_steps"]:
         training = f"{report['transfer_steps']:,} steps of attention transfer and {training}"
     reason = report["not_merged"]
-    merged = "<p>φ is merged into the projections.</p>"
+    merged = "<p>The feature map φ is merged into the query and key projections.</p>"
     if reason is not None:
-        merged = f"<details><summary>φ is not merged.</summary><pre>{html.escape(reason)}</pre></details>"
+        words = "The feature map φ stays a matrix of its own: that is no fault."
+        merged = f"<details><summary>{words}</summary><pre>{html.escape(reason)}</pre></details>"
     return [
         f"<p>{converted} of the decoder's {len(attentions)} attention modules were replaced by attention with a state "
         f"of constant size; then {training}, on {html.escape(report['data'])}.{gain(report)}</p>",
@@ -148,14 +150,14 @@ def _decoding(measured: dict[str, Any]) -> list[str]:
     if not rnn:
         return ["<h2>Decoding</h2>", f"<p>Not measured.{html.escape(left_out)}</p>"]
     predicted, found = measured["predicted_crossover"], measured["measured_crossover"]
-    predicted = "none" if predicted is None else f"{predicted:,} tokens"
+    predicted = "never" if predicted is None else f"{predicted:,} tokens"
     found = f"{found if isinstance(found, str) else f'{found:,.0f}'} tokens"
     return [
         "<h2>Decoding</h2>",
         f"<p>Greedy decoding of {rnn[0].batch} sequences, in {measured['dtype']}: the last {rnn[0].steps} steps "
         f"of a sequence of each length, median of repeated runs, without compilation.{html.escape(left_out)}</p>",
         speed_table(transformer, rnn),
-        f"<p>From which length on the RNN is faster: {predicted} (predicted from the bytes that a step moves and this "
+        f"<p>The RNN is faster from this length on: {predicted} (predicted from the bytes that a step moves and this "
         f"machine's memory bandwidth), {found} (measured).</p>",
         f"<figure>{decode_plot(transformer, rnn)}</figure>",
     ]

@@ -26,8 +26,8 @@ from ml_collections import ConfigDict
 
 from t2r.console import say, short, table
 from t2r.data.pairs import is_pairs, load_pairs
-from t2r.data.sources import SPLITS, split_spec
-from t2r.errors import InputError, Stopped, raise_all
+from t2r.data.sources import check_split, files_of
+from t2r.errors import InputError, Stopped, raise_all, unknown
 from t2r.evaluation.bleu import check_tokenizer
 from t2r.files import atomic_file, exclusive, make_folder, read_json, write_json
 from t2r.store import model_dir
@@ -136,9 +136,11 @@ class Study:
     def _with_bases(self, names: Sequence[str]) -> list[str]:
         """The rows in the order in which they are begun: the transformer first, if another row needs it."""
         wanted, known = list(dict.fromkeys(names)), _module(self._config).ROWS
-        unknown = ", ".join(name for name in wanted if name.removesuffix(SWAPPED) not in known)
-        if unknown:
-            raise InputError(f"{self._config} has no row {unknown}: choose from {', '.join(rows_of(self._config))}")
+        others = [name for name in wanted if name.removesuffix(SWAPPED) not in known]
+        if others:
+            choices = rows_of(self._config)
+            problems = [unknown("row", name, choices) for name in others]
+            raise_all("the study cannot begin:", problems + _data_problems(self._data, self._split))
         variants = {name: self._load(Row(name, 0)) for name in wanted}
         if any(config.init_from for config in variants.values()) and BASE not in wanted:
             wanted.insert(0, BASE)
@@ -148,8 +150,8 @@ class Study:
         """The config of a row, with all fields as they will be."""
         config = load_config(f"{self._config}:{row.variant}")
         fields = [field.split("=", 1) for field in self._fields]
-        unknown = unknown_fields(config, [name for name, _ in fields])
-        problems = [unknown.get(name) or _set(config, name, value) for name, value in fields]
+        others = unknown_fields(config, [name for name, _ in fields])
+        problems = [others.get(name) or _set(config, name, value) for name, value in fields]
         raise_all("fields:", [problem for problem in problems if problem])
         for name in SCALED:
             value = _get(config, name)
@@ -354,17 +356,21 @@ def child_environment(jobs: int) -> dict[str, str]:
 
 
 def _data_problems(data: str, split: str) -> list[str]:
-    if split not in (*SPLITS, "all"):
-        return [f"--split={split}: choose one of {', '.join(SPLITS)}, all"]
+    problems = []
+    try:
+        check_split(split)
+    except InputError as error:
+        problems.append(f"--split={split}: {error}")
+        split = "all"  # the data may be wrong, too
     if is_pairs(data):
         check_tokenizer("13a")  # BLEU is computed by a package that may be missing
         try:
             list(itertools.islice(load_pairs(data, split), 1))
         except InputError as error:
-            return [f"--data={data}: {error}"]
-        return []
-    files = [Path(part.removeprefix("text:")) for part in split_spec(data) if part.startswith("text:")]
-    problems = [f"--data={data}: {problem}" for path in files if (problem := _text_problem(path))]
+            problems.append(f"--data={data}: {error}")
+        return problems
+    files = files_of(data)
+    problems += [f"--data={data}: {problem}" for path in files if (problem := _text_problem(path))]
     if not files and not data.startswith(("builtin:", "tfds:")):
         problems.append(f"--data={data!r}: use text:PATH, builtin:pydoc or tfds:NAME, or sentence pairs")
     return problems

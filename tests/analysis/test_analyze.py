@@ -11,6 +11,7 @@ from t2r.analysis.figures import draw_all
 from t2r.analysis.models import SCRATCH, SWAPPED, describe_model, find_model
 from t2r.conversion.directory import convert_directory
 from t2r.data.tokenizer import SentencePiece
+from t2r.errors import InputError
 from t2r.model.config import AttentionSpec
 from t2r.store import model_dir
 from tests.conftest import PROSE, make_model, micro
@@ -72,6 +73,8 @@ def test_figures_have_a_curve_for_each_series(tmp_path):
     text = (tmp_path / "report.html").read_text("utf-8")
     assert "<script" not in text and "src=" not in text and text.count("<svg") == 4 and "92.50" in text
     assert json.loads((tmp_path / "analysis.json").read_text())["models"][0]["perplexity"] == 60
+    fewer = page.write(tmp_path, analysis | {"models": models[:1]})
+    assert {str(path) for path in tmp_path.glob("*.png")} == {path for path in map(str, fewer) if path.endswith("png")}
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +137,13 @@ def test_translation_models_have_figures_of_both_kinds(saved_translator, tmp_pat
         (["--model={b}", "--data=text:{text}", "--transformer="], "--transformer is empty"),
         (["--model={b}", "--data=text:{text}", "--output="], "the name of the output is empty"),
         (["--model={b}"], "data"),
+        (["--model={b},{a}", "--data=text:{text}", "--transformer={a}"], "leave it out of --model"),
+        (["--model={b},{a}/", "--data=text:{text}", "--transformer={a}"], "leave it out of --model"),
+        (["--model={b}", "--data=text:{text}", "--output={b}"], "holds a model"),
     ],
 )
 def test_bad_input_gets_one_clear_error(imported, text_file, tmp_path, call, flags, message):
-    names = dict(b=imported[1], text=text_file, folder=tmp_path)
+    names = dict(a=imported[0], b=imported[1], text=text_file, folder=tmp_path)
     status, printed = call("analyze", f"--output={tmp_path / 'out'}", *(flag.format(**names) for flag in flags))
     assert status == 2 and printed.startswith("error: ") and message in printed, printed
     assert "Traceback" not in printed and not (tmp_path / "out").exists()
@@ -162,6 +168,12 @@ def test_models_with_other_tokens_are_refused(imported, text_file, tmp_path, cal
 def test_an_output_that_is_a_file_is_refused(imported, text_file, call):
     status, printed = call("analyze", f"--model={imported[1]}", f"--data=text:{text_file}", f"--output={text_file}")
     assert status == 2 and "it is a file, not a folder" in printed
+
+
+def test_a_study_is_no_model(tmp_path):
+    (tmp_path / "study.json").write_text("{}")
+    with pytest.raises(InputError, match="is a study: name its rows"):
+        find_model(str(tmp_path))
 
 
 def test_a_run_stands_for_its_model(tmp_path):

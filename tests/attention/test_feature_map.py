@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from t2r.attention.feature_map import T2R, Elu, Performer, Rfa, RfaFixed, feature_map_class, orthogonal_gaussian
+from t2r.attention.feature_map import (
+    T2R,
+    Elu,
+    Hedgehog,
+    Performer,
+    Rfa,
+    RfaFixed,
+    T2RElu,
+    feature_map_class,
+    orthogonal_gaussian,
+)
 from t2r.attention.module import AttentionShape, make_feature_map
 from t2r.errors import InputError
 
@@ -104,7 +114,29 @@ def test_fixed_random_features_are_the_same_in_training_and_evaluation():
     np.testing.assert_array_equal(trained, phi(x, is_query=False).values)
 
 
-@pytest.mark.parametrize("name", ["t2r", "elu", "rfa", "performer"])
+def test_hedgehogs_features_are_a_softmax_of_opposite_exponents():
+    """Against the definition; with W = 1 its exponents' products sum to softmax attention's score."""
+    phi = Hedgehog(2, 8, 16, query_scale=8**-0.5, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(jnp.einsum("gkd,gld->gkl", phi.weight[...], phi.weight[...]), [np.eye(8)] * 2, atol=1e-5)
+    x = jax.random.normal(jax.random.key(3), (1, 4, 2, 8))
+    exponents = np.exp(np.einsum("bngd,gkd->bngk", x, phi.weight[...]) / 8**0.25)
+    exact = np.concatenate([exponents, 1 / exponents], -1)
+    values = phi(x, is_query=False).values
+    np.testing.assert_allclose(values, exact / exact.sum(-1, keepdims=True), rtol=1e-5)
+    np.testing.assert_array_equal(phi(x[:, :, :, None], is_query=True).values[..., 0, :], values)
+
+
+def test_t2r_with_elus_activation_has_the_same_matrix_and_no_zeros():
+    phi, relu = (cls(2, 8, 16, query_scale=8**-0.5, rngs=nnx.Rngs(0)) for cls in (T2RElu, T2R))
+    x = jax.random.normal(jax.random.key(3), (1, 40, 2, 8))
+    with_elu, with_relu = (map_(x, is_query=False).values for map_ in (phi, relu))
+    assert float(with_elu.min()) > 0
+    positive = with_relu > 0
+    np.testing.assert_allclose(with_elu[positive], with_relu[positive] + 1, rtol=1e-6)
+    assert float(with_elu[~positive].max()) <= 1
+
+
+@pytest.mark.parametrize("name", ["t2r", "t2r_elu", "elu", "rfa", "performer", "hedgehog"])
 def test_gradients_are_finite_at_zero(name):
     phi = make_feature_map(AttentionShape(8, 1, 1, 8, True), name, None, rngs=nnx.Rngs(0))
     gradient = jax.grad(lambda x: phi(x, is_query=False).values.sum())(jnp.zeros((1, 2, 1, 8)))
@@ -112,9 +144,10 @@ def test_gradients_are_finite_at_zero(name):
 
 
 def test_invalid_names_and_sizes_are_errors():
-    with pytest.raises(InputError, match=r"'t2rr'.*t2r, elu, rfa, rfa_fixed, performer"):
+    with pytest.raises(InputError, match=r"'t2rr'.*t2r, elu, rfa, rfa_fixed, performer, hedgehog, t2r_elu"):
         feature_map_class("t2rr")
     shape = AttentionShape(8, 1, 1, 8, True)
-    for name, features, message in [("t2r", 0, "features=0"), ("elu", 4, "features=4"), ("rfa", 7, "features=7")]:
+    cases = [("t2r", 0, "features=0"), ("elu", 4, "features=4"), ("rfa", 7, "features=7")]
+    for name, features, message in [*cases, ("hedgehog", 7, "features=7 must be even")]:
         with pytest.raises(InputError, match=message):
             make_feature_map(shape, name, features, rngs=nnx.Rngs(0))

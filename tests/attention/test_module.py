@@ -14,7 +14,7 @@ from t2r.attention.module import AttentionShape, LinearAttention, SoftmaxAttenti
 from t2r.attention.rotary import Rotary, rotate
 
 SHAPE = AttentionShape(width=16, heads=4, kv_heads=2, head_dim=4, bias=True)
-KINDS = ["softmax", "t2r", "elu", "rfa", "performer"]
+KINDS = ["softmax", "t2r", "elu", "rfa", "performer", "hedgehog"]
 CAUSAL_KINDS = [*KINDS, "windowed"]  # attention with a window is causal only
 
 
@@ -74,7 +74,7 @@ def test_grouped_heads_are_full_heads_with_repeated_keys(kind):
         full.mixture.weight[...] = grouped.mixture.weight[...].reshape(4, 1, 4)
         full.mixture.bias[...] = grouped.mixture.bias[...].reshape(4, 1)
     if kind != "softmax" and kind != "elu":
-        names = {"rfa": ["sigma"], "performer": ["directions"]}
+        names = {"rfa": ["sigma"], "performer": ["directions"], "hedgehog": ["weight"]}
         for name in names.get(kind, ["weight", "bias"]):
             variable = getattr(grouped.feature_map, name)
             setattr(full.feature_map, name, type(variable)(jnp.repeat(variable[...], 2, 0)))

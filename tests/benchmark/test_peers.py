@@ -2,14 +2,20 @@
 
 import importlib.util
 import json
+import shutil
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+import t2r
 from t2r.benchmark import decode, peers
 from t2r.benchmark.floor import measure_machine
-from t2r.benchmark.models import abstract_inference_model
+from t2r.benchmark.models import abstract_inference_model, make_request
 from t2r.model.config import preset
 from t2r.model.parameters import arrays_of, parameter_count
+from tests.commands.test_import import with_tokenizer
+from tests.importers.make_references import FOLDER
 
 LIBRARIES = ("torch", "transformers")
 needs_hugging_face = pytest.mark.skipif(
@@ -56,3 +62,78 @@ def test_a_library_that_is_missing_is_one_line(call, tmp_path, monkeypatch):
     status, _ = call("benchmark", "decode", *flags)
     notes = json.loads((tmp_path / "decode.json").read_text())["notes"]
     assert status == 0 and notes == ["flash_linear_attention is skipped: torch and fla cannot be imported"]
+
+
+@pytest.mark.slow
+@needs_hugging_face
+def test_hugging_face_generates_the_same_tokens_from_the_same_weights(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "measure_machine", lambda: measure_machine(2**16))
+    original = shutil.copytree(FOLDER / "llama", tmp_path / "original")
+    with_tokenizer(original)
+    status, _ = call("import", f"--source={original}", f"--output={tmp_path / 'model'}")
+    assert status == 0
+    flags = [f"--model={tmp_path / 'model'}", "--dtype=float32", "--batch=2", "--seconds=0", "--steps=2"]
+    flags += ["--lengths=16", "--peers", "--peer_lengths=16,60", "--peer_names=hugging_face,hugging_face_static"]
+    flags += ["--rows=t2r_hybrid", f"--peer_model={original}", f"--output={tmp_path / 'out'}"]
+    status, _ = call("benchmark", "decode", *flags)
+    written = json.loads((tmp_path / "out" / "decode.json").read_text())
+    lines = [line for line in written["lines"] if line["asked"]["what"] == "peer"]
+    assert status == 0 and len(lines) == 4, written["notes"]
+    for line in lines:
+        compared = min(line["asked"]["length"], peers.COMPARED)
+        assert (line["same_tokens"], line["compared_tokens"]) == (compared, compared)
+
+    settings = {"eos_token_id": 2, "repetition_penalty": 1.7, "use_cache": False}
+    (original / "generation_config.json").write_text(json.dumps(settings))
+    status, result = call("benchmark", "decode", *flags, "--again")
+    assert status == 0 and result["peers_same_tokens"]["hugging_face"] == {"16": 16, "60": 60}
+
+    arrays = load_file(original / "model.safetensors")
+    arrays["model.norm.weight"][3] += 1
+    save_file(arrays, original / "model.safetensors", {"format": "pt"})
+    status, error = call("benchmark", "decode", *flags)
+    assert status == 2 and "1 of 21 arrays have other values, such as final_norm.scale" in error, error
+    settings = json.loads((original / "config.json").read_text()) | {"rms_norm_eps": 1e-3}
+    (original / "config.json").write_text(json.dumps(settings))
+    status, error = call("benchmark", "decode", *flags)
+    assert status == 2 and "norm_eps is 0.001 there, and 1e-06 in" in error, error
+
+
+@pytest.mark.parametrize("rows", [["t2r", "t2r_unmerged", "t2r_75"], ["transformer", "model"]])
+def test_rows_have_the_weights_of_the_transformer(rows, tmp_path):
+    """Not those that φ is merged into, whose shape is another."""
+    transformer = t2r.load("builtin:stories")
+    t2r.save(transformer, tmp_path / "model")
+    request = make_request(model=str(tmp_path / "model"), rows=rows, lengths=[4], dtype="float32")
+    expected = arrays_of(transformer.model)
+    for name in rows:
+        model = request._replace(own_weights=True).model(name)
+        merged = {layer for layer, spec in enumerate(model.config.attention) if spec.kind == "merged"}
+        for path, array in arrays_of(model).items():
+            layer, of_queries = path.split(".")[1], ".query." in path or ".key." in path
+            new = "feature_map" in path or (of_queries and layer.isdigit() and int(layer) in merged)
+            assert new or np.array_equal(array, expected[path]), path
+        assert not np.array_equal(arrays_of(request.model(name))["embedding.table"], expected["embedding.table"])
+
+
+def test_an_original_needs_the_model_that_was_imported_from_it(call, tmp_path):
+    flags = ["--lengths=4", "--peers", f"--peer_model={tmp_path / 'none'}"]
+    status, error = call("benchmark", "decode", "--preset=micro_mt", "--peer_names=vllm", *flags)
+    assert status == 2
+    for problem in ("vllm", "--model=DIRECTORY, instead of a preset", "t2r benchmark translate", "does not exist"):
+        assert problem in error, error
+    status, error = call("benchmark", "decode", "--preset=micro_lm", "--lengths=4", "--peer_model=x")
+    assert status == 2 and "--peer_model needs --peers" in error
+    flags = ["--lengths=4", f"--peer_model={tmp_path}", "--peers", "--peer_names="]
+    status, error = call("benchmark", "decode", "--model=builtin:stories", "--field=dropout=0.5", *flags)
+    assert status == 2
+    for problem in ("--peer_names is empty", "--field=dropout=0.5 makes", "has no config.json"):
+        assert problem in error, error
+
+
+def test_other_libraries_need_positions_and_a_device(call):
+    flags = ["--preset=micro_lm", "--lengths=4", "--peers", "--field=positions=learned", "--field=max_positions=64"]
+    status, error = call("benchmark", "decode", *flags, "--peer_lengths=8,65")
+    assert status == 2 and "--peer_lengths=65: this model has positions for 64 tokens" in error
+    status, error = call("benchmark", "decode", *flags, "--topology=v2:2x2")
+    assert status == 2 and "--peers measures, and --topology only compiles" in error

@@ -102,6 +102,12 @@ def test_devices_stay_devices_and_links_stay_links(saved_lm, inputs, call, tmp_p
         ),
         (["translate", "--beam=0", "--top_k=-1"], ["--beam=0", "--top_k=-1"]),
         (["translate", "--beam=0", "--n_best=2"], ["--beam=0"]),
+        (["translate", "--model=absent", "--beam=2", "--n_best=3", "--input=absent.txt"], ["--n_best=3", "absent.txt"]),
+        (["translate", "--top_k=5"], ["--top_k=5: nothing is sampled", "--temperature"]),
+        (["translate", "--beam=3", "--temperature=1"], ["--beam=3: for beam search only"]),
+        (["generate", "--load_state={inputs}/lines.txt", "--seed=4"], ["--seed=4", "--load_state"]),
+        (["generate", "--top_k=5", "--top_p=0.9"], ["--top_k=5 and --top_p=0.9: nothing is sampled"]),
+        (["generate", "--seed=5"], ["--seed=5: nothing is sampled"]),
         (["translate", "--input={inputs}/lines.txt", "--output={inputs}/lines.txt"], ["is the input"]),
         (["translate", "--input={inputs}/lines.txt", "--output={inputs}/../inputs/lines.txt"], ["is the input"]),
         (["translate", "--input={inputs}/loop"], ["loop", "symbolic links"]),
@@ -110,6 +116,14 @@ def test_devices_stay_devices_and_links_stay_links(saved_lm, inputs, call, tmp_p
         (["evaluate", "--logits={inputs}/objects.npz:{inputs}/out.npz"], ["objects.npz", "numpy.savez"]),
         (["evaluate", "--logits={inputs}/none.npz:{inputs}/out.npz"], ["none.npz", "No such file"]),
         (["evaluate", "--data=tsv:{inputs}/pairs.tsv", "--beam=0"], ["beam=0"]),
+        (
+            ["evaluate", "--data=tsv:{inputs}/pairs.tsv", "--documents", "--window=8"],
+            ["--window=8 and --documents: for language models; this is a translation model"],
+        ),
+        (
+            ["evaluate", "--logits={inputs}/ids.npz:{inputs}/out.npz", "--beam=2", "--first=1"],
+            ["--first=1 and --beam=2"],
+        ),
     ],
 )
 def test_bad_arguments(saved_lm, saved_translator, inputs, call, arguments, messages):
@@ -128,7 +142,10 @@ def test_bad_arguments(saved_lm, saved_translator, inputs, call, arguments, mess
     "arguments, message",
     [
         (["genrate"], "did you mean 'generate'?"),
-        (["benchmark"], "unknown command 'benchmark'"),
+        (["benchmark"], "name a benchmark"),
+        (["benchmark", "--preset=paper_lm"], "name a benchmark"),
+        (["benchmrk", "decode"], "did you mean 'benchmark decode'?"),
+        (["convert", "--model=builtin:tiny_lm", "--output="], "the output is the current folder, or empty"),
         (["benchmark", "decod"], "did you mean 'benchmark decode'?"),
         (["train", "--config=tiny_lm", f"--config.seed={2**70}", "--workdir={folder}/run"], "config.seed="),
         (["train", "--config=tiny_lm", f"--config.steps={2**70}", "--workdir={folder}/run"], "config.steps="),

@@ -380,9 +380,10 @@ def test_every_array_of_every_model_is_documented():
     ):
         arrays, documented_names = arrays_of(abstract_model(config)), set()
         for row in weight_rows(config, arrays):
-            first, _, last = row.layers.partition("–")
-            layers = range(int(first), int(last or first) + 1) if first else [""]
-            documented_names |= {row.name.format(layer=layer) for layer in layers}
+            for part in row.layers.split(", "):
+                first, _, last = part.partition("–")
+                layers = range(int(first), int(last or first) + 1) if first else [""]
+                documented_names |= {row.name.format(layer=layer) for layer in layers}
         assert documented_names == arrays.keys()
         text = formulas.write(config)
         for name in arrays:

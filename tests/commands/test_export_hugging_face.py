@@ -66,6 +66,10 @@ LANGUAGE_MODELS = {
         **PLAIN, attention=(spec("linear", "performer"), spec("windowed", "performer", **WINDOW)), positions="none",
         norm_placement="both", norm="rms", embedding_multiplier=3.0, final_norm=True,
     ),
+    "hedgehog": micro(
+        **ROTARY, layers=3,
+        attention=(spec("linear", "hedgehog"), spec("windowed", "t2r_elu", **WINDOW), spec("linear", "t2r_elu")),
+    ),
     "query norm": micro(
         **ROTARY | dict(kv_heads=2, projection_bias=True, out_bias=True), query_norm=True, norm_placement="output",
         rope_scaling="llama3", rope_factor=8.0, rope_original=64,

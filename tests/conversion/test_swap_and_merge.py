@@ -14,7 +14,7 @@ from t2r.errors import InputError
 from t2r.model.config import AttentionSpec
 from t2r.model.parameters import arrays_of
 
-MAPS = ["t2r", "windowed", "elu", "rfa", "performer"]
+MAPS = ["t2r", "windowed", "elu", "rfa", "performer", "hedgehog"]
 
 
 @pytest.mark.parametrize("name", MAPS)
@@ -53,10 +53,28 @@ def test_keep_names_the_layers_that_stay_softmax():
     assert [spec.feature_map for spec in again.config.attention] == ["elu", "t2r", "t2r", "t2r", "elu"]
 
 
+def test_a_model_without_softmax_attention_is_not_swapped_again():
+    swapped = swap(make_model(micro()), features=4)
+    with pytest.raises(InputError, match="all of this model's attention is linear already"):
+        swap(swapped, features=4)
+    translator = swap(make_model(micro_mt()), features=4, attention="cross")
+    with pytest.raises(InputError, match="all of this model's cross attention is linear already"):
+        swap(translator, features=4, attention="cross")
+    with pytest.raises(InputError, match="keep='none' and cross_keep='0,1' keeps all softmax cross attention"):
+        swap(make_model(micro_mt()), features=4, attention="cross", cross_keep="0,1")
+
+
+def test_a_fault_of_one_value_is_named_once():
+    with pytest.raises(InputError) as caught:
+        swap(make_model(micro_mt()), features=-1, sinks=-1)
+    assert [str(caught.value).count(words) for words in ("features=-1", "sinks=-1", "window")] == [1, 1, 0]
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
         (dict(feature_map="tr2"), "'tr2'.*t2r, elu, rfa, rfa_fixed, performer"),
+        (dict(feature_map="hedghog"), "did you mean 'hedgehog'"),
         (dict(features=0), "features=0"),
         (dict(features=-3), "features=-3"),
         (dict(keep="2,9"), "layers 0 to 1, not 2, 9"),
@@ -65,7 +83,11 @@ def test_keep_names_the_layers_that_stay_softmax():
         (dict(keep="auto:1"), "t2r convert and t2r train also measure"),
         (dict(window=-1), "window=-1 must be at least 0"),
         (dict(window=4, sinks=-1), "sinks=-1 must be at least 0"),
-        (dict(window=-4, sinks=-1), r"window=-4(.|\n)*sinks=-1"),
+        (dict(window=-4, sinks=-1, features=-3), r"window=-4(.|\n)*sinks=-1(.|\n)*features=-3"),
+        (
+            dict(cross_features=8, cross_keep="1", attention="cross"),
+            r"cross_features=8(.|\n)*cross_keep(.|\n)*attention=",
+        ),
         (dict(sinks=2), "sinks=2 needs a window"),
         (dict(window=4, attention="cross"), "attention='cross'"),
     ],

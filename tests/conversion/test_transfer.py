@@ -113,13 +113,14 @@ def test_transfer_may_train_the_projections_of_converted_attention(tmp_path, tok
 
 @pytest.mark.slow
 def test_a_run_stopped_in_each_stage_gives_the_losses_of_one_that_was_not(tmp_path, tokenizer, text_file):
-    """Steps are stopped at 1, 3 and 5, in the middle of each stage, by a stop after each checkpoint."""
+    """Stopped at steps 1, 3 and 5, in the middle of each stage, and at the last: it is not finished then, either."""
     config, _ = three_stages(tmp_path, tokenizer, text_file)
     config.checkpoint_every = 1
     train(config, tmp_path / "whole")
-    for stop in (1, 3, 5, None):
+    for stop in (1, 3, 5, config.steps, None):
         with pytest.raises(Stopped) if stop else contextlib.nullcontext():
             stop_after(stop, config, tmp_path / "pieces")
+        assert (tmp_path / "pieces" / "model").exists() == (stop is None)
     whole, pieces = (
         [{**line, "tokens_per_second": 0, "steps_per_second": 0} for line in read_metrics(path / "metrics.jsonl")]
         for path in (tmp_path / "whole", tmp_path / "pieces")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from t2r.batch import PADDING
 from t2r.data.buckets import Buckets, Encoded, EncodedPairs, choose_bounds
 from t2r.data.pairs import is_pairs, load_pairs, split_of
-from t2r.data.prepared import prepare_tokenizers
+from t2r.data.prepared import prepare_tokenizers, stamps_of
+from t2r.data.sources import files_of
 from t2r.data.tokenizer import load_pair
 from t2r.errors import InputError
 
@@ -40,7 +41,10 @@ def test_two_files_and_a_table_give_the_same_pairs(tmp_path):
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress("".join(f"{t}\r\n" for _, t in pairs).encode()))
     (tmp_path / "c.tsv").write_text("".join(f"{t}\t{s}\tCC-BY\n" for s, t in pairs))
     two = f"pairs:{tmp_path}/a.txt,{tmp_path}/b.txt.gz"
-    assert load_pairs(two, "all") == load_pairs(f"tsv:{tmp_path}/c.tsv,2,1", "all") == pairs
+    table = f"tsv:{tmp_path}/c.tsv,2,1"
+    assert load_pairs(two, "all") == load_pairs(table, "all") == pairs
+    assert files_of(f"{two} + {table}") == [tmp_path / name for name in ("a.txt", "b.txt.gz", "c.tsv")]
+    assert len(stamps_of(f"{two} + {table}")) == 3
     splits = [load_pairs(two, split) for split in ("train", "valid", "test")]
     assert sum(map(len, splits)) == 300 and not {s for s, _ in splits[0]} & {s for s, _ in splits[2]}
     assert is_pairs(two) and not is_pairs("text:a") and not is_pairs("builtin:pydoc")

@@ -286,7 +286,7 @@ def test_the_speed_tables_are_made_by_commands_that_exist(tmp_path, call):
     command = [ROOT / "launch" / "h200", tmp_path / "out", *tables]
     subprocess.run(command, check=True, env=os.environ | {"PYTHON": str(fake)})
     is_there_a_gpu, kernel, *commands = [line.strip("\t").split("\t") for line in calls.read_text().splitlines()]
-    assert is_there_a_gpu[0] == "-c" and Path(kernel[0]).is_file() and len(commands) == 9
+    assert is_there_a_gpu[0] == "-c" and Path(kernel[0]).is_file() and len(commands) == 10
     for command in commands:
         assert command[:2] == ["-m", "t2r"]
         status, printed = call(*command[2:], "--row=none" if command[3] == "long" else "--lengths=none")

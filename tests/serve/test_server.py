@@ -100,7 +100,6 @@ def test_a_chat_is_the_completion_of_its_template(client, paths):
 BAD = [
     (b"", 400, "the body is not JSON"),
     (b"[1]", 400, "the body is a JSON list: send an object"),
-    (b"[" * 5000, 400, "the body is nested too deeply"),
     (b'{"prompt": "\xff"}', 400, "the body is not JSON"),
     (b"x" * 9000, 413, "the body has 9,000 bytes: at most 8,192 are allowed"),
     ({}, 400, "prompt is missing"),
@@ -138,6 +137,13 @@ def test_a_bad_request_gets_one_clear_answer(body, status, message, running):
     answer = running.post(body)
     assert answer[0] == status and message in answer[1]["error"]["message"], answer
     assert "\n" not in answer[1]["error"]["message"] and answer[1]["error"]["type"]
+
+
+def test_a_body_that_is_nested_too_deeply_gets_one_clear_answer(running):
+    """Python's parser gives up at some depth, or reads on (3.13) until the body ends too early."""
+    status, answer = running.post(b"[" * 8000)
+    assert status == 400, answer
+    assert answer["error"]["message"].startswith(("the body is nested too deeply", "the body is not JSON")), answer
 
 
 def test_bad_chats_and_addresses_get_one_clear_answer(running):

@@ -1,5 +1,7 @@
 """Training data that the teacher generates."""
 
+import os
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -76,6 +78,9 @@ def test_a_language_model_generates_training_texts(models, tmp_path, tokenizer, 
     assert 1 < task.validate(model) < 1e4
     (sample,) = tmp_path.glob("teacher-*/sample.txt")
     assert sample.read_text().startswith("The quick fox") and not list(tmp_path.glob("teacher-parts*"))
+    os.utime(models / "lm" / "model.safetensors", (0, 0))  # another model of this name
+    teacher.written_tokens(config, tmp_path, tokenizer)
+    assert len(calls) == 7
 
 
 def test_a_text_ends_with_the_stop_token_that_the_teacher_chose(models, tmp_path, tokenizer, monkeypatch):

@@ -227,6 +227,33 @@ def test_other_errors_of_threads_are_reported(capsys):
     assert "RuntimeError: Event loop is closed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("module, reported", [("orbax.checkpoint.reads", 0), ("elsewhere", 1)])
+def test_of_reads_that_python_ends_only_those_of_orbax_are_silent(module, reported, monkeypatch):
+    failures, names = [], {"__name__": module}
+    monkeypatch.setattr(sys, "unraisablehook", lambda failure: failures.append(str(failure.exc_value)))
+    exec(READ, names)
+    with quiet_libraries():
+        read = names["read"]()
+        read.send(None)
+        del read
+    assert failures == ["cannot read"] * reported
+
+
+READ = """
+import types
+
+@types.coroutine
+def wait():
+    yield
+
+async def read():
+    try:
+        await wait()
+    except BaseException as error:
+        raise Exception("cannot read") from error
+"""
+
+
 def truncate(folder):
     """Cuts every file in half."""
     for path in folder.rglob("*"):

@@ -162,7 +162,7 @@ def test_a_table_has_a_line_for_each_row():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--rows=t3r,elu_scratch,elv"], "has no row t3r, elv: choose from transformer"),
+        (["--rows=t3r,elu_scratch,elv"], "unknown row 't3r': did you mean 't2r'?"),
         (["--set=steps=many", "--set=log_every=x"], "log_every=x"),
         (["--rows=elu_scratch_swapped"], "is not converted from the transformer"),
         (["--set=data.bach=3", "--set=log_every=x"], "log_every=x"),
@@ -180,7 +180,7 @@ def test_a_table_has_a_line_for_each_row():
         (["--set=steps=-5"], "config.steps=-5 must be at least 1"),
         (["--data=text:/"], "/ is a folder"),
         (["--data="], "use text:PATH"),
-        (["--split=dev"], "--split=dev: choose one of"),
+        (["--split=dev"], "unknown split 'dev': choose one of"),
         (["--output="], "the name of the output is empty"),
         (["--set=seed=3"], "--set=seed=3: --seeds chooses it"),
         (["--set=steps=0"], "config.steps=0"),

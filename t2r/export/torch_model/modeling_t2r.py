@@ -139,10 +139,35 @@ class T2RFeatures(FeatureMap):
 
     def features(self, x, is_query):
         bias = self.bias[:, None] if is_query else self.bias
-        return F.relu(torch.einsum("bng...d,gkd->bng...k", x, self.weight) + bias).float()
+        return self.activation(torch.einsum("bng...d,gkd->bng...k", x, self.weight) + bias).float()
+
+    def activation(self, hidden):
+        return F.relu(hidden)
 
     def normalise(self, denominator):
         return denominator.clamp(min=1e-2)
+
+
+class T2REluFeatures(T2RFeatures):
+    """T2R with ELU's activation: φ(x) = elu(W x + b) + 1."""
+
+    def activation(self, hidden):
+        return F.elu(hidden) + 1
+
+
+class HedgehogFeatures(FeatureMap):
+    """Zhang et al. (2024): φ(x) = softmax([W x, −W x]) over the features, with x scaled by d^-¼."""
+
+    def __init__(self, heads, head_dim, features):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(heads, features // 2, head_dim) * head_dim**-0.5)
+
+    def features(self, x, is_query):
+        exponents = torch.einsum("bng...d,gkd->bng...k", x.float(), self.weight.float()) * x.shape[-1] ** -0.25
+        return torch.cat([exponents, -exponents], -1).softmax(-1)
+
+    def normalise(self, denominator):
+        return denominator.clamp(min=1e-6)
 
 
 class MergedFeatures(FeatureMap):
@@ -208,6 +233,7 @@ def make_feature_map(shape, spec):
         return EluFeatures()
     # RFA with fixed draws differs in training only.
     kinds = {"t2r": T2RFeatures, "rfa": RfaFeatures, "rfa_fixed": RfaFeatures, "performer": PerformerFeatures}
+    kinds |= {"hedgehog": HedgehogFeatures, "t2r_elu": T2REluFeatures}
     return kinds[spec.feature_map](shape.kv_heads, shape.head_dim, spec.features)
 
 
