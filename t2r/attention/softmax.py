@@ -4,6 +4,7 @@ x_out_i = Σ_j softmax_j(q_i·k_j/√d) v_j. Queries are (b, n, g, r, d), keys a
 `feature_map.py`. The cache holds keys and values as (b, g, m, d): a decoding step then reads each head contiguously.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -59,12 +60,27 @@ def append(cache: KVCache, k: Array, v: Array, mask: Bool[Array, "b m"] | None =
         write = lambda array, new: array.at[rows, :, slots].set(new.astype(array.dtype), mode="drop")  # noqa: E731
         valid = cache.valid.at[rows, slots].set(mask, mode="drop")
         return KVCache(write(cache.k, k), write(cache.v, v), valid, start + k.shape[1])
-    return KVCache(
-        jax.lax.dynamic_update_slice(cache.k, heads_first(k.astype(cache.k.dtype)), (0, 0, start, 0)),
-        jax.lax.dynamic_update_slice(cache.v, heads_first(v.astype(cache.v.dtype)), (0, 0, start, 0)),
-        jax.lax.dynamic_update_slice(cache.valid, mask, (0, start)),
-        start + k.shape[1],
-    )
+    write = functools.partial(_write, start=start)
+    valid = jax.lax.dynamic_update_slice(cache.valid, mask, (0, start))
+    return KVCache(write(cache.k, k), write(cache.v, v), valid, start + k.shape[1])
+
+
+def _write(array: Float[Array, "b g capacity d"], new: Float[Array, "b n g d"], start: Int[Array, ""]) -> Array:
+    """The array with new keys or values in the slots from `start` on."""
+
+    def update(array: Array, new: Array, start: Int[Array, ""]) -> Array:
+        return jax.lax.dynamic_update_slice(array, new, (0, 0, start, 0))
+
+    def in_place(array: Array, new: Array, start: Int[Array, ""]) -> Array:
+        """A branch that is always taken: its result is one array, whoever reads it."""
+        return jax.lax.cond(start < array.shape[2], update, lambda array, *_: array, array, new, start)
+
+    new = heads_first(new).astype(array.dtype)
+    if array.shape[0] != 1:
+        return update(array, new, start)
+    # XLA's CPU compiler joins the update of one sequence's cache with each of its readers, and copies the cache for
+    # each: attention to 4,096 tokens took 3.3 ms instead of 0.9 (results/NOTES.md).
+    return jax.lax.platform_dependent(array, new, start, cpu=in_place, default=update)
 
 
 class BeamCache(NamedTuple):

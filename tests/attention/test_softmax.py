@@ -1,5 +1,7 @@
 """Softmax attention against JAX's own; with a cache and in blocks against whole sequences."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +41,39 @@ def test_attention_over_the_cache_is_attention_over_the_whole_sequence():
         allowed = softmax.cached_mask(cache, high - low)
         pieces.append(softmax.attend(q[:, low:high], cache.k, cache.v, allowed, 0.3))
     assert error(jnp.concatenate(pieces, 1), expected) < 1e-6
+
+
+def test_one_sequence_writes_its_cache_as_several_do():
+    """In value and gradient: on CPUs the write is another program."""
+    q, k, v = inputs(n=5)
+
+    def outs(k, v):
+        cache, pieces = KVCache.zeros(len(k), 7, 2, 8, jnp.float32), []
+        for low, high in [(0, 3), (3, 4), (4, 5)]:
+            cache = softmax.append(cache, k[:, low:high], v[:, low:high])
+            pieces.append(softmax.attend_cache(q[: len(k), low:high], cache, 0.3))
+        return jnp.concatenate(pieces, 1)
+
+    assert error(outs(k[:1], v[:1]), outs(k, v)[:1]) < 1e-6
+    gradient = jax.grad(lambda k, v: jnp.sum(outs(k, v)[0] ** 2), (0, 1))
+    for one, several in zip(gradient(k[:1], v[:1]), gradient(k, v)):
+        assert error(one, several[:1]) < 1e-5
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_loop_of_decoding_steps_copies_no_cache(batch):
+    """XLA's CPU compiler would copy the cache of one sequence four times a step: see `softmax.append`."""
+    q, k, v = inputs(batch, n=1)
+
+    def step(carry, _):
+        x, cache = carry
+        cache = softmax.append(cache, k + x.mean(), v)
+        return (softmax.attend_cache(x, cache, 0.3), cache), None
+
+    loop = jax.jit(lambda x, cache: jax.lax.scan(step, (x, cache), length=8)[0], donate_argnums=1)
+    compiled = loop.lower(q, KVCache.zeros(batch, 96, 2, 8, jnp.float32)).compile().as_text()
+    shape = rf"f32\[{batch},2,96,8\]\S*"
+    assert re.search(shape, compiled) and not re.search(rf"= {shape} copy\(", compiled)
 
 
 @pytest.mark.parametrize("window", [0, 3])
