@@ -3,7 +3,9 @@
 import functools
 import importlib
 import importlib.util
+import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -26,7 +28,9 @@ GENERATION = {
     "hugging_face": ("transformers", "dynamic"),
     "hugging_face_static": ("transformers", "static"),  # compiled, on GPU with CUDA graphs
     "flash_linear_attention": ("fla", "dynamic"),
+    "llama_cpp": ("llama_cpp", ""),  # the Python package llama-cpp-python
 }
+READS_ORIGINALS = ("transformers", "llama_cpp")  # libraries that can have the weights of --peer_model
 
 
 COMPARED = 64  # tokens of a model in two libraries
@@ -100,21 +104,25 @@ def measure_generation(
 ) -> None:
     """Times whole greedy generations of each library, from one token or, in translation, from sources as long.
 
-    Hugging Face's models have the weights of `original`, if it is given, a directory or GGUF file of Hugging Face. Then
-    each line says how many of its first tokens our model, which was imported from it, generates, too.
+    Hugging Face's models have the weights of `original`, if it is given, a directory or GGUF file of Hugging Face, and
+    llama.cpp those of a GGUF file. Then each line says how many of its first tokens our model, which was imported from
+    it, generates, too.
     """
     config, ours = next(iter(request.models.values())), functools.cache(functools.partial(_our_tokens, request))
     for name in dict.fromkeys(names):
         library, cache = GENERATION[name]
-        if _absent(results, name, library):
+        if _absent(results, name, library) or (library == "llama_cpp" and _lacks_file(results, request, original)):
             continue
-        source = original if library == "transformers" else None
+        source = original if library in READS_ORIGINALS else None
         for length in lengths:
             key = {"what": "peer", "row": name, "length": length, **request.common}
             key |= {"original": Path(source).name} if source else {}
 
             def measure(length: int = length, library: str = library, cache: str = cache, source=source):
-                figures, tokens = _generation(config, request, length, library, cache, source)
+                if library == "llama_cpp":
+                    figures, tokens = _llama_cpp(_local(source), length)
+                else:
+                    figures, tokens = _generation(config, request, length, library, cache, source)
                 return figures | (_agreement(tokens, ours(_compared(request, length))) if source else {})
 
             _try(results, key, measure)
@@ -152,9 +160,21 @@ def measure_attention(
             _try(results, key, functools.partial(_attention, shape, length, backward, repeat_for))
 
 
+def _lacks_file(results: Results, request: Request, original: str | None) -> bool:
+    """Whether there is nothing that llama.cpp could generate here; says so in the results."""
+    if original is None or not is_gguf(_local(original)):
+        results.note("llama_cpp is skipped: it reads a GGUF file only, --peer_model=FILE")
+    elif request.batch != 1:
+        results.note(f"llama_cpp is skipped: it is measured with one sequence, --batch=1, not {request.batch}")
+    else:
+        return False
+    return True
+
+
 def _absent(results: Results, name: str, library: str) -> bool:
-    """Whether torch or the library is not installed; says so in the results."""
-    missing = [module for module in ("torch", library) if importlib.util.find_spec(module) is None]
+    """Whether the library, or torch, which it needs, is not installed; says so in the results."""
+    needed = [library] if library == "llama_cpp" else ["torch", library]
+    missing = [module for module in needed if importlib.util.find_spec(module) is None]
     if missing:
         results.note(f"{name} is skipped: {' and '.join(missing)} cannot be imported")
     return bool(missing)
@@ -206,6 +226,33 @@ def _generation(
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "versions": versions("torch", library),
         "torch_device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+    }
+    return figures, generated[:COMPARED]
+
+
+def _llama_cpp(path: Path, length: int) -> tuple[dict[str, Any], list[int]]:
+    """As `_generation`, of one sequence by llama.cpp, with weights in the type that the GGUF file has."""
+    import llama_cpp
+
+    threads = os.cpu_count()
+    model = llama_cpp.Llama(str(path), n_ctx=length + 1, n_threads=threads, n_gpu_layers=-1, verbose=False)
+
+    def generate(count: int) -> tuple[float, list[int]]:
+        began, tokens = time.perf_counter(), model.generate([0], temp=0.0, repeat_penalty=1.0)
+        generated = list(itertools.islice(tokens, count))
+        return time.perf_counter() - began, generated
+
+    first, _ = generate(min(length, 8))
+    seconds, generated = generate(length)
+    figures = {
+        "tokens_per_second": length / seconds,
+        "step_seconds": seconds / length,
+        "first_seconds": first,
+        "parameters": llama_cpp.llama_model_n_params(model.model),
+        "file_bytes": path.stat().st_size,
+        "threads": threads,
+        "versions": versions("llama_cpp"),
+        "llama_device": "gpu, if there is one" if llama_cpp.llama_supports_gpu_offload() else "cpu",
     }
     return figures, generated[:COMPARED]
 

@@ -33,13 +33,14 @@ def length_plot(
     limit: str = "limit of the memory bandwidth",
 ) -> Figure:
     """One figure. The first curve is on top and has the smallest markers, so that coinciding curves stay visible."""
-    figure = Figure(figsize=(7.2, 4.6))
+    many = len(curves) > 6  # then the legend is beside the axes: it would hide them
+    figure = Figure(figsize=(10.4, 4.6) if many else (7.2, 4.6))
     axes = figure.subplots()
     colors = [COLORS.get(curve.name.removesuffix(_dashed_suffix(curve)), OTHER) for curve in curves]
     for i, (curve, color) in enumerate(zip(curves, colors)):
         lengths, values = zip(*sorted(curve.points.items()))
         line = "--" if _dashed_suffix(curve) else "-"
-        style = dict(color=color, markersize=4.5 + 1.2 * i, zorder=20 - i, label=curve.label)
+        style = dict(color=color, markersize=4.5 + min(1.2, 7 / len(curves)) * i, zorder=20 - i, label=curve.label)
         axes.plot(lengths, values, MARKERS[i % len(MARKERS)] + line, **style)
         if curve.spread:
             errors = [curve.spread.get(length, 0) * value / 2 for length, value in zip(lengths, values)]
@@ -55,7 +56,8 @@ def length_plot(
     axes.set(xlabel=tokens, ylabel=unit)
     axes.set_title(title, fontsize=10)
     log_axes(axes, sorted({length for curve in curves for length in curve.points}))
-    axes.legend(fontsize=8, framealpha=0.9, edgecolor="none").set_zorder(30)  # above all curves
+    place = dict(loc="center left", bbox_to_anchor=(1.01, 0.5)) if many else {}
+    axes.legend(fontsize=8, framealpha=0.9, edgecolor="none", **place).set_zorder(30)  # above all curves
     styled(figure)
     return figure
 

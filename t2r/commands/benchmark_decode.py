@@ -9,7 +9,7 @@ t2r benchmark decode --preset=paper_lm --output=DIR [--field=vocab_size=32768 --
     [--budget_seconds=N] [--again] [--device_report]
 t2r benchmark decode --preset=paper_mt ...         (translation: sources as long as the outputs, timed separately)
 t2r benchmark decode --model=DIRECTORY ...         (the architecture of a model; --rows=model: without conversion)
-t2r benchmark decode --model=DIRECTORY --peers --peer_model=ORIGINAL ...    (beside Hugging Face's, same weights)
+t2r benchmark decode --model=DIRECTORY --peers --peer_model=ORIGINAL ...    (same weights as Hugging Face, llama.cpp)
 t2r benchmark decode --preset=paper_mt --topology=v2:2x2 ...    (the TPU compiler's estimate; nothing is run)
 
 Decoding is greedy and unconditional. Weights are random; with --peer_model, which --model was imported from, t2r's and
@@ -50,13 +50,15 @@ _LARGEST_AT = shared.define_numbers(
 _PEERS = flags.DEFINE_bool("peers", False, "Also measure other libraries, if installed.")
 _PEER_LENGTHS = shared.define_numbers("peer_lengths", None, "Lengths for --peers; default: the shortest.")
 _PEER_NAMES = flags.DEFINE_list(
-    "peer_names", ["hugging_face", "hugging_face_static", "flash_linear_attention"], "Libraries for --peers."
+    "peer_names",
+    ["hugging_face", "hugging_face_static", "flash_linear_attention", "llama_cpp"],
+    "Libraries for --peers; llama_cpp needs a --peer_model that is a GGUF file, and --batch=1.",
 )
 
 _PEER_MODEL = flags.DEFINE_string(
     "peer_model",
     None,
-    "With --model: what it was imported from. Hugging Face's model gets its weights.",
+    "With --model: what it was imported from. The models of Hugging Face and llama.cpp get its weights.",
 )
 
 

@@ -99,6 +99,40 @@ def test_hugging_face_generates_the_same_tokens_from_the_same_weights(call, tmp_
     assert status == 2 and "norm_eps is 0.001 there, and 1e-06 in" in error, error
 
 
+def test_llama_cpp_needs_a_gguf_file(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "measure_machine", lambda: measure_machine(2**16))
+    monkeypatch.setattr(peers, "_absent", lambda *names: False)
+    flags = ["--preset=micro_llama", "--dtype=float32", "--batch=1", "--seconds=0", "--steps=2", "--rows=t2r"]
+    flags += ["--lengths=4", "--peers", "--peer_names=llama_cpp", f"--output={tmp_path}"]
+    status, _ = call("benchmark", "decode", *flags)
+    notes = json.loads((tmp_path / "decode.json").read_text())["notes"]
+    assert status == 0 and notes == ["llama_cpp is skipped: it reads a GGUF file only, --peer_model=FILE"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 2])
+def test_llama_cpp_generates_the_same_tokens_from_the_same_file(batch, call, tmp_path, monkeypatch):
+    """With several sequences it is skipped, and says so."""
+    pytest.importorskip("gguf")
+    if batch == 1:
+        pytest.importorskip("llama_cpp")
+    from tests.importers.gguf_files import read_folder, write
+
+    monkeypatch.setattr(decode, "measure_machine", lambda: measure_machine(2**16))
+    monkeypatch.setattr(peers, "_absent", lambda *names: False)
+    original = write(tmp_path / "model.gguf", *read_folder(FOLDER / "llama"))
+    assert call("import", f"--source={original}", f"--output={tmp_path / 'model'}")[0] == 0
+    flags = [f"--model={tmp_path / 'model'}", "--dtype=float32", f"--batch={batch}", "--seconds=0", "--steps=2"]
+    flags += ["--lengths=16", "--peers", "--peer_lengths=16,60", "--peer_names=llama_cpp", "--rows=transformer"]
+    status, result = call("benchmark", "decode", *flags, f"--peer_model={original}", f"--output={tmp_path / 'out'}")
+    notes = json.loads((tmp_path / "out" / "decode.json").read_text())["notes"]
+    if batch == 1:
+        assert status == 0 and result["peers_same_tokens"]["llama_cpp"] == {"16": 16, "60": 60}, notes
+    else:
+        assert status == 0
+        assert notes == ["llama_cpp is skipped: it is measured with one sequence, --batch=1, not 2"]
+
+
 @pytest.mark.parametrize("rows", [["t2r", "t2r_unmerged", "t2r_75"], ["transformer", "model"]])
 def test_rows_have_the_weights_of_the_transformer(rows, tmp_path):
     """Not those that φ is merged into, whose shape is another."""
