@@ -22,7 +22,7 @@ ROW is
                     t2r_64_phi_x3: three times
     softmax, elu, performer, t2r, t2r_64, t2r_fast_phi, t2r_64_fast_phi, t2r_64_phi_x3, hedgehog_64 and t2r_elu_64 with
                     _long (twice as many steps), _low_rate or _high_rate (a third of the learning rate, or three times):
-                    do these decide?
+                    do they change which is better?
 `t2r study` also has ROW_swapped, such as t2r_swapped: converted and not finetuned.
 
 This is not WikiText-103: the text is an eighth of its size, tokens are subwords, the model has 17.3M parameters instead

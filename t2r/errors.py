@@ -14,17 +14,17 @@ def raise_all(subject: str, problems: list[str]) -> None:
         raise InputError(subject + "".join(f"\n  - {problem}" for problem in problems))
 
 
-MANY = 20  # choices: beside a near one, so many are not listed
+MANY = 20  # choices: if there is a near one, so many are not listed
 
 
 def unknown(what: str, name: str, choices: Iterable[str]) -> str:
     """The message for an unknown name: the choice that is spelled nearest to it, and all choices."""
     choices = list(choices)
-    problem, close = f"unknown {what} {name!r}", difflib.get_close_matches(name, choices, n=1)
+    problem, close = f"unknown {what} {name!r}", difflib.get_close_matches(str(name), choices, n=1)
     listed = ", ".join(choices)
     if not close:
         return f"{problem}: choose one of {listed}"
-    return f"{problem}: did you mean {close[0]!r}?" + (f" There are {listed}" if len(choices) < MANY else "")
+    return f"{problem}: did you mean {close[0]!r}?" + (f" (one of {listed})" if len(choices) < MANY else "")
 
 
 UINT32_MAX = 2**32 - 1

@@ -77,11 +77,11 @@ class T2RElu(T2R):
 class Hedgehog(nnx.Module):
     """Zhang et al. (2024), Hedgehog: φ(x) = softmax([W x, −W x]) over the k features, with W (k/2, d) for each head.
 
-    W is learned, and its rows are orthonormal at first, in blocks of d. x is scaled by d^-¼: with W = 1, W q·W k is
-    softmax attention's score.
+    W is learned, and its rows are orthonormal at first, in blocks of d. x is scaled by d^-¼: with W the identity, W q·W
+    k is softmax attention's score.
     """
 
-    is_softmax = True  # kernels ask
+    maps_by_softmax = True  # read by t2r.kernels.decoding.layers_packing
     pairs_of = "exponents, W x and −W x"  # so k is even
     # The features are positive and sum to 1. The clamp prevents a division by zero: where all keys are padding, or
     # have their weight in other features than the query.

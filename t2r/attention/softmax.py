@@ -72,7 +72,7 @@ def _write(array: Float[Array, "b g capacity d"], new: Float[Array, "b n g d"], 
         return jax.lax.dynamic_update_slice(array, new, (0, 0, start, 0))
 
     def in_place(array: Array, new: Array, start: Int[Array, ""]) -> Array:
-        """A branch that is always taken: its result is one array, whoever reads it."""
+        """The same in a branch that is always taken: XLA joins it with no reader, and so writes the cache once."""
         return jax.lax.cond(start < array.shape[2], update, lambda array, *_: array, array, new, start)
 
     new = heads_first(new).astype(array.dtype)

@@ -75,6 +75,8 @@ def benchmark_decode(
     check_beam(request, options.beam, topology)
     if options.prompt and any(config.encoder_layers for config in request.models.values()):
         raise InputError(f"--prompt={options.prompt} is for language models: a translation begins with its source")
+    if peer_model is not None:
+        peers.check_original(request.source, peer_model)  # last, as it reads both models
     topology, axes = topology and topology_of(topology), dict.fromkeys(AXES, 1) | (mesh or {})
     devices = math.prod(axes.values())
     results = open_results("decode", output, describe_topology(topology) if topology else None)
@@ -294,7 +296,7 @@ def tables(results: Results, summary: dict[str, Any]) -> Iterator[str]:
         yield table(["beam search", "beams", "tokens", "sequences", "µs/step", "greedy, µs/step", "ratio"], rows)
     peer_lines = results.fitting_lines("peer")
     if peer_lines:
-        headers = ["other libraries", "tokens", "tokens/s", "first tokens as our transformer's"]
+        headers = ["other libraries", "tokens", "tokens/s", "first tokens equal to ours"]
         yield table(headers, map(_peer_row, peer_lines))
     crossovers = summary["crossover"]
     if crossovers:
@@ -339,7 +341,7 @@ def plot_speed(results: Results, request: Request, device: str) -> list[str]:
         limit = {length: request.batch / seconds for length, seconds in floors.get(name, {}).items()}
         curves.append(Curve(name, label(name, request.models[name]), points, spreads.get(name), limit=limit))
     for name, points in by_model(results, "peer", "tokens_per_second").items():
-        curves.append(Curve(name, name.replace("_", " "), points))
+        curves.append(Curve(name, name.replace("llama_cpp", "llama.cpp").replace("_", " "), points))
     if not curves or results.figure() is None:
         return []
     unit = "tokens/s" + (", the compiler's estimate" if any(line.get("estimate") for line in results.lines) else "")

@@ -158,7 +158,7 @@ class Request(NamedTuple):
     batch: int
     dtype: str
     identity: dict[str, Any]  # identifies the architecture in results
-    source: str | None = None  # the model that has this architecture, if no field is changed
+    source: str | None = None  # the model whose architecture this is, with some fields changed; None: a preset
     own_weights: bool = False  # models have the weights of `source`, which is not converted; otherwise random ones
 
     @property
@@ -192,7 +192,7 @@ class Request(NamedTuple):
         return abstract_inference_model(self.models[name], self.dtype, self.weights(name))
 
     def model(self, name: str) -> LanguageModel:
-        """The model of a row. What a conversion adds is random, also where it is merged with weights of `source`."""
+        """The model of a row. What a conversion adds is random, and so are projections that φ is merged into."""
         config = by_name.load_config(self.source) if name == UNCHANGED and self.own_weights else self.models[name]
         own = shared_weights(by_name.load(self.source).model, config) if self.own_weights else None
         return random_model(config, self.dtype, self.weights(name), own)
@@ -248,13 +248,13 @@ def make_request(
         try:
             variant = converted(config, name, **sizes)
         except InputError as error:
-            problems.append(f"--rows: {error}")
+            problems.append(str(error))
         else:
             chosen |= {name + endings.get(kind, ""): variant for kind in weights or [dtype]}
     raise_all("the models to measure:", problems)
     digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
     identity = {"architecture": preset or model, "fields": list(fields), **sizes, "digest": digest}
-    return Request(chosen, lengths, batch, dtype, identity, source=None if fields else model)
+    return Request(chosen, lengths, batch, dtype, identity, source=model)
 
 
 def architecture(preset_name: str | None, model: str | None, fields: Sequence[str]) -> ModelConfig:

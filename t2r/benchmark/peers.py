@@ -5,18 +5,19 @@ import importlib
 import importlib.util
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from t2r.benchmark.models import UNCHANGED, Request
 from t2r.benchmark.shared import Results, time_short_calls
 from t2r.benchmark.steps import NO_STOP_TOKEN
 from t2r.decode.generate import generate_tokens, prefill
+from t2r.environment import cores
 from t2r.errors import raise_all
 from t2r.importers import by_name, hub
 from t2r.importers.gguf_file import is_gguf
@@ -31,13 +32,11 @@ GENERATION = {
     "llama_cpp": ("llama_cpp", ""),  # the Python package llama-cpp-python
 }
 READS_ORIGINALS = ("transformers", "llama_cpp")  # libraries that can have the weights of --peer_model
-
-
-COMPARED = 64  # tokens of a model in two libraries
+COMPARED = 64  # first tokens of a library's generation that are compared with ours
 
 
 def check(request: Request, names: Sequence[str], lengths: Sequence[int], original: str | None) -> None:
-    """Refuses names that are not in GENERATION, lengths without positions, an `original` of another model."""
+    """Refuses names that are not in GENERATION, lengths beyond a model's positions, and what can be no original."""
     unknown = [name for name in names if name not in GENERATION]
     problems = [f"--peer_names={','.join(unknown)}: choose from {', '.join(GENERATION)}"] if unknown else []
     if lengths and not names:
@@ -49,16 +48,14 @@ def check(request: Request, names: Sequence[str], lengths: Sequence[int], origin
     if original is not None:
         problems += [f"--peer_model={original}: {problem}" for problem in _problems_of_original(request, original)]
     raise_all("other libraries:", problems)
-    if original is not None:
-        _check_same(request.source, original)
 
 
 def _problems_of_original(request: Request, original: str) -> list[str]:
     problems = []
-    if request.source is None and request.identity["fields"]:
-        problems.append(f"--field={','.join(request.identity['fields'])} makes another model of --model: leave it out")
-    elif request.source is None:
+    if request.source is None:
         problems.append("name what was imported from it, --model=DIRECTORY, instead of a preset")
+    elif request.identity["fields"]:
+        problems.append(f"--field={','.join(request.identity['fields'])} makes another model of --model: leave it out")
     elif any(spec.kind != "softmax" for spec in by_name.load_config(request.source).attention):
         problems.append(f"--model={request.source} has been converted: name the transformer that was imported from it")
     if any(config.encoder_layers for config in request.models.values()):
@@ -72,8 +69,8 @@ def _problems_of_original(request: Request, original: str) -> list[str]:
     return problems
 
 
-def _check_same(model: str, original: str) -> None:
-    """Refuses an original whose architecture or weights are not those of `model`."""
+def check_original(model: str, original: str) -> None:
+    """Refuses an original whose architecture or weights are not those of `model`. Reads both."""
     from t2r.importers.source import read_source  # here, as it loads all families
 
     theirs, ours = read_source(_local(original)), by_name.load(model).model
@@ -129,7 +126,7 @@ def measure_generation(
 
 
 def _compared(request: Request, length: int) -> int:
-    """How many tokens of such a generation are compared: we need a position for the first token, too."""
+    """How many tokens of such a generation are compared. `prefill` counts a position for the first token, too."""
     most = by_name.load_config(request.source).max_positions
     return min(COMPARED, length, most - 1 if most else length)
 
@@ -197,11 +194,11 @@ def _generation(
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, request.dtype)
+    model = _original_model(original, dtype).to(device) if original else None
     with torch.device(device):
-        if original:
-            model = _original_model(original, dtype).to(device).eval()
-        else:
-            model = (_linear_model if library == "fla" else _softmax_model)(config, length).to(dtype).eval()
+        if model is None:
+            model = (_linear_model if library == "fla" else _softmax_model)(config, length).to(dtype)
+        model = model.eval()
         tokens = torch.zeros((request.batch, length if config.encoder_layers else 1), dtype=torch.long)
 
     def generate(count: int) -> list[int]:
@@ -234,8 +231,9 @@ def _llama_cpp(path: Path, length: int) -> tuple[dict[str, Any], list[int]]:
     """As `_generation`, of one sequence by llama.cpp, with weights in the type that the GGUF file has."""
     import llama_cpp
 
-    threads = os.cpu_count()
-    model = llama_cpp.Llama(str(path), n_ctx=length + 1, n_threads=threads, n_gpu_layers=-1, verbose=False)
+    threads, on_gpu = cores(), jax.default_backend() == "gpu" and llama_cpp.llama_supports_gpu_offload()
+    layers = -1 if on_gpu else 0  # on the GPU; −1: all
+    model = llama_cpp.Llama(str(path), n_ctx=length + 1, n_threads=threads, n_gpu_layers=layers, verbose=False)
 
     def generate(count: int) -> tuple[float, list[int]]:
         began, tokens = time.perf_counter(), model.generate([0], temp=0.0, repeat_penalty=1.0)
@@ -252,7 +250,7 @@ def _llama_cpp(path: Path, length: int) -> tuple[dict[str, Any], list[int]]:
         "file_bytes": path.stat().st_size,
         "threads": threads,
         "versions": versions("llama_cpp"),
-        "llama_device": "gpu, if there is one" if llama_cpp.llama_supports_gpu_offload() else "cpu",
+        "llama_device": "gpu" if on_gpu else "cpu",
     }
     return figures, generated[:COMPARED]
 

@@ -50,7 +50,10 @@ def given(some: Sequence[Any]) -> str:
 
 
 def ignored(some: Sequence[Any], temperature: Any, *, when_sampling: bool = False) -> list[str]:
-    """A problem for the flags among these that were given and would be ignored, as there are samples or are none."""
+    """A problem for the flags among these that were given and have no effect: those of sampling without a temperature.
+
+    With `when_sampling`, those of beam search with one.
+    """
     names = given(some)
     if not names or bool(temperature.value) != when_sampling:
         return []

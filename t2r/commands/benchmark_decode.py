@@ -74,6 +74,8 @@ def main() -> dict[str, Any]:
     useless = [
         f"--{name} needs --{other.name}" for name, (flag, other) in alone.items() if flag.value and not other.value
     ]
+    if _PEER_NAMES.present and not _PEERS.value:  # it has a default
+        useless.append("--peer_names needs --peers")
     raise_all("flags that do nothing alone:", useless)
 
     request = shared.request(_MODELS, weights=_WEIGHTS.value)

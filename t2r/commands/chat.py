@@ -26,7 +26,6 @@ _DTYPE, _WEIGHTS = decoding.define_dtype(), decoding.define_weights()
 
 
 def main() -> dict[str, Any]:
-    from t2r.decode.sampling import Sampling
     from t2r.errors import InputError, check_seed
     from t2r.serve.conversation import Conversation, converse
 
@@ -34,7 +33,7 @@ def main() -> dict[str, Any]:
         check_seed(_SEED.value)
     if sys.stdin is None:
         raise InputError("standard input is closed: t2r chat reads messages from it")
-    sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
+    sampling = decoding.chosen_sampling(_TEMPERATURE, _TOP_K, _TOP_P, _SEED)
     options = dict(template=_TEMPLATE.value, system=_SYSTEM.value, dtype=_DTYPE.value, weights=_WEIGHTS.value)
     conversation = Conversation(_MODEL.value, sampling=sampling, **options)
     try:

@@ -111,6 +111,13 @@ def main() -> dict[str, Any]:
         reason = "without --finetune nothing is trained or measured"
     if unused:
         raise InputError(f"{reason}: leave out {', '.join(f'--{name}' for name in unused)}")
+    # What --attention leaves unconverted has no features and keeps no layers.
+    idle = {"causal": ["cross_features", "cross_keep"], "cross": []}.get(_ATTENTION.value, [])
+    if _ATTENTION.value == "cross":
+        idle = [name for name in ("features", "keep") if f"cross_{name}" in given]
+    idle = [f"--{name}" for name in idle if name in given]
+    if idle:
+        raise InputError(f"--attention={_ATTENTION.value}: leave out {', '.join(idle)}, which would change nothing")
     return _finetune(given) if _FINETUNE.value else _convert()
 
 

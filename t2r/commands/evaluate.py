@@ -82,6 +82,8 @@ def main() -> dict[str, Any]:
     unused = decoding.given([_SPLIT, _FIRST, _BATCH, *OF_TEXT, *OF_TRANSLATIONS])
     if _DATA.value is None and unused:
         raise InputError(f"{unused}: nothing is scored with --logits and --log_probs; leave out {unused}")
+    if _COMPOUNDS.value and not _MOSES.value:
+        raise InputError("--split_compounds is for tokenised BLEU: add --moses=LANGUAGE, or leave it out")
     loaded = by_name.load(_MODEL.value, dtype=_DTYPE.value)
     if _WEIGHTS.value == "int8":
         loaded = loaded._replace(model=for_decoding(loaded.model, "int8"))

@@ -83,9 +83,13 @@ def swapped_config(
     for name, spec in new_specs.items():
         own = "cross attention: " if name == "cross" and cross_features is not None else ""
         problems += [own + problem for problem in spec.problems(config.head_dim) if problem not in problems]
+    kept = {}
+    for name, given, choice in (("attention", "keep", keep), ("cross", "cross_keep", cross_keep)):
+        try:
+            kept[name] = kept.get("attention") if choice is None else layers_to_keep(choice, config.layers, given)
+        except InputError as error:
+            problems.append(str(error))
     raise_all("cannot swap:", problems)
-    kept = {"attention": layers_to_keep(keep, config.layers)}
-    kept["cross"] = kept["attention"] if cross_keep is None else layers_to_keep(cross_keep, config.layers)
     specs = {name: list(getattr(config, SPECS[name])) for name in new_specs}
     chosen = [
         (layer, name)
@@ -121,7 +125,7 @@ def _problems_of_choice(
     problems = []
     for name, value in (("cross_features", cross_features), ("cross_keep", cross_keep)):
         if value is not None and not config.encoder_layers:
-            problems.append(f"{name}={value}: a language model has no cross attention")
+            problems.append(f"{name}={value!r}: a language model has no cross attention")
     if not chosen:
         problems.append(f"attention={attention!r}: choose all or causal, or for a translation model cross")
     elif (window or sinks) and "attention" not in chosen:
@@ -167,10 +171,10 @@ def linearize(
     return linear
 
 
-def layers_to_keep(keep: str, layers: int) -> set[int]:
+def layers_to_keep(keep: str, layers: int, name: str = "keep") -> set[int]:
     """The layers that stay softmax: `none`, `every_4th` (8th, ...) from the top, or a list like `0,4,8`.
 
-    The paper's T2R 75% keeps every fourth.
+    The paper's T2R 75% keeps every fourth. Errors call the choice `name`.
     """
     if keep == "none":
         return set()
@@ -180,8 +184,8 @@ def layers_to_keep(keep: str, layers: int) -> set[int]:
         kept = {int(layer) for layer in keep.split(",")}
     except ValueError:
         known = "use none, every_4th, or layer numbers such as 0,4,8; t2r convert and t2r train also measure: auto:2"
-        raise InputError(f"keep={keep!r}: {known}") from None
+        raise InputError(f"{name}={keep!r}: {known}") from None
     missing = sorted(layer for layer in kept if not 0 <= layer < layers)
     if missing:
-        raise InputError(f"keep={keep!r}: the model has layers 0 to {layers - 1}, not {', '.join(map(str, missing))}")
+        raise InputError(f"{name}={keep!r}: the model has layers 0 to {layers - 1}, not {', '.join(map(str, missing))}")
     return kept

@@ -176,7 +176,7 @@ def _translate(
         if shrinks and not waiting and (~done).sum() <= together < len(done):
             live = np.argsort(done, kind="stable")[:together]
             search, done, owner, steps = _only(search, live), done[live], owner[live], steps[live]
-        at_end = together if shrinks and len(done) > together else 0  # those fit into a smaller batch
+        at_end = together if shrinks and len(done) > together else 0  # sentences left at which the batch shrinks
         rest = rows - together if waiting else at_end
         search = _advance(graph, arrays, with_room(search), rest, special, beam, packed)
         were_done, done, steps = done, np.array(search.done), np.array(search.step)

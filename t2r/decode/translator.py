@@ -204,12 +204,15 @@ def check_request(
 ) -> None:
     """Raises one error for `problems` and all else that can be known to be wrong before a model is loaded."""
     problems = list(problems)
-    if n_best > options.beam.size:
+    of_search = [name for name, given in (("--n_best", n_best > 1), ("--scores", scores)) if given]
+    if options.sampling and of_search:
+        problems.append(f"{' and '.join(of_search)}: for beam search only; leave out --temperature")
+    elif n_best > options.beam.size:
         problems.append(f"--n_best={n_best} is more than --beam={options.beam.size}: raise the beam, or lower --n_best")
-    if options.sampling and (n_best > 1 or scores):
-        problems.append("--n_best and --scores need beam search: leave out --temperature")
     if source and not os.path.lexists(source):  # what is wrong with a link, reading it says
         problems.append(f"--input={source}: there is no such file; check the path")
+    elif source and os.path.isdir(source):
+        problems.append(f"--input={source} is a folder: name a file")
     if source and output and is_same_file(source, output):
         problems.append(f"--output={output} is the input: choose another file")
     raise_all("cannot translate:", problems)

@@ -38,7 +38,7 @@ WEIGHTS: Table = (
     (r"(query|key)_norm\.scale", ("head size",), "scale of the RMS norm of each query or key"),
     (r"query_norm\.scales", ("heads · head size",), "scales of the RMS norm of all queries of a token together"),
     (r"key_norm\.scales", ("key heads · head size",), "scales of the RMS norm of all keys of a token together"),
-    (r"feature_map\.weight", ("key heads", "rows", "head size"), "matrix of the feature map φ"),
+    (r"feature_map\.weight", ("key heads", "features (hedgehog: half)", "head size"), "matrix of the feature map φ"),
     (r"feature_map\.bias", ("key heads", "features"), "bias of φ"),
     (r"feature_map\.directions", ("key heads", "features", "head size"), "random directions of φ"),
     (r"feature_map\.pool", ("draws", "features / 2", "head size"), "random directions of φ; the first draw is used"),

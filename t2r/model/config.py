@@ -62,7 +62,7 @@ class AttentionSpec:
     def _problems_of_map(self, head_dim: int) -> list[str]:
         name, size, problems = self.feature_map, self.features, []
         if name not in FEATURE_MAPS:
-            return [unknown("feature map", str(name), FEATURE_MAPS)]
+            return [unknown("feature map", name, FEATURE_MAPS)]
         if size is not None and not 1 <= size <= MOST_FEATURES:
             problems.append(f"features={size}: a feature map needs 1 to {MOST_FEATURES:,} features")
         if self.kind == "merged" and name != "t2r":
@@ -71,7 +71,7 @@ class AttentionSpec:
             problems.append(f"feature map 'elu' has head_dim={head_dim} features, not {size}: leave features out")
         pairs_of = getattr(FEATURE_MAPS[name], "pairs_of", None)
         if pairs_of and size and size % 2:
-            problems.append(f"feature map {name!r} has pairs of {pairs_of}: features={size} must be even")
+            problems.append(f"features of {name!r} come in pairs of {pairs_of}: features={size} must be even")
         return problems
 
     @property

@@ -139,8 +139,8 @@ def _quality(report: Report) -> list[str]:
         "means: as unsure of the next token as if it chose among 4. Finetuning T2R recovered "
         f"{report.recovered:.1%} of what the swap cost.</p>",
         "<p><b>Recall:</b> the perplexity of a text that the model has just read once, when it comes again; lower is "
-        "better, and 1 is a perfect memory. This transformer was not trained on texts that repeat, so it is bad at it "
-        "itself: compare the others with it, not with 1.</p>",
+        "better, and 1 is a perfect memory. This transformer was not trained on texts that repeat, so its own "
+        "recall is poor: compare the others with it, not with 1.</p>",
         "<p><b>T2R</b> is the method of the paper named below: attention is linear for all tokens. A small function "
         "with random weights, the feature map, replaces the exponential of softmax; it is trained with the rest, and "
         "folded into the weights before it in the end, so that it costs no time. Unlike in the paper, the model "

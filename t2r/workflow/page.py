@@ -52,7 +52,7 @@ def _introduction(report: dict[str, Any]) -> list[str]:
     reason = report["not_merged"]
     merged = "<p>The feature map φ is merged into the query and key projections.</p>"
     if reason is not None:
-        words = "The feature map φ stays a matrix of its own: that is no fault."
+        words = "The feature map φ stays a matrix of its own; why this is expected:"
         merged = f"<details><summary>{words}</summary><pre>{html.escape(reason)}</pre></details>"
     return [
         f"<p>{converted} of the decoder's {len(attentions)} attention modules were replaced by attention with a state "
@@ -157,7 +157,7 @@ def _decoding(measured: dict[str, Any]) -> list[str]:
         f"<p>Greedy decoding of {rnn[0].batch} sequences, in {measured['dtype']}: the last {rnn[0].steps} steps "
         f"of a sequence of each length, median of repeated runs, without compilation.{html.escape(left_out)}</p>",
         speed_table(transformer, rnn),
-        f"<p>The RNN is faster from this length on: {predicted} (predicted from the bytes that a step moves and this "
+        f"<p>Length from which the RNN is faster: {predicted} (predicted from the bytes that a step moves and this "
         f"machine's memory bandwidth), {found} (measured).</p>",
         f"<figure>{decode_plot(transformer, rnn)}</figure>",
     ]

@@ -5,7 +5,6 @@ was stopped goes on from its last checkpoint. All rows read the same tokenizer a
 Language models are scored by perplexity, translation models by BLEU.
 """
 
-import collections
 import contextlib
 import importlib.util
 import itertools
@@ -26,7 +25,7 @@ from ml_collections import ConfigDict
 
 from t2r.console import say, short, table
 from t2r.data.pairs import is_pairs, load_pairs
-from t2r.data.sources import check_split, files_of
+from t2r.data.sources import check_split, files_of, read_text
 from t2r.errors import InputError, Stopped, raise_all, unknown
 from t2r.evaluation.bleu import check_tokenizer
 from t2r.files import atomic_file, exclusive, make_folder, read_json, write_json
@@ -378,17 +377,10 @@ def _data_problems(data: str, split: str) -> list[str]:
 
 def _text_problem(path: Path) -> str:
     """What is wrong with a file of text, if anything is."""
-    if path.is_dir():
-        return f"{path} is a folder: name a file in it"
-    if not path.is_file():
-        return f"there is no file {path}"
-    if not path.stat().st_size:
-        return f"{path} is empty"
     try:
-        with path.open(encoding="utf-8") as lines:
-            collections.deque(lines, maxlen=0)
-    except UnicodeDecodeError as error:
-        return f"{path} is not UTF-8 text ({error.reason})"
+        read_text(path)
+    except InputError as error:
+        return str(error)
     return ""
 
 

@@ -105,6 +105,17 @@ def test_devices_stay_devices_and_links_stay_links(saved_lm, inputs, call, tmp_p
         (["translate", "--model=absent", "--beam=2", "--n_best=3", "--input=absent.txt"], ["--n_best=3", "absent.txt"]),
         (["translate", "--top_k=5"], ["--top_k=5: nothing is sampled", "--temperature"]),
         (["translate", "--beam=3", "--temperature=1"], ["--beam=3: for beam search only"]),
+        (["translate", "--temperature=1", "--n_best=7"], ["cannot translate:\n  - --n_best: for beam search only"]),
+        (["translate", "--input={inputs}", "--output={inputs}/out"], ["is a folder: name a file"]),
+        (
+            ["convert", "--output={inputs}/out", "--attention=causal", "--cross_features=8", "--cross_keep=0"],
+            ["--attention=causal: leave out --cross_features, --cross_keep"],
+        ),
+        (
+            ["convert", "--output={inputs}/out", "--attention=cross", "--cross_features=8", "--features=4"],
+            ["--attention=cross: leave out --features"],
+        ),
+        (["evaluate", "--data=tsv:{inputs}/pairs.tsv", "--split_compounds"], ["add --moses=LANGUAGE"]),
         (["generate", "--load_state={inputs}/lines.txt", "--seed=4"], ["--seed=4", "--load_state"]),
         (["generate", "--top_k=5", "--top_p=0.9"], ["--top_k=5 and --top_p=0.9: nothing is sampled"]),
         (["generate", "--seed=5"], ["--seed=5: nothing is sampled"]),
@@ -152,6 +163,9 @@ def test_bad_arguments(saved_lm, saved_translator, inputs, call, arguments, mess
         (["train", "--config={folder}/config.txt", "--workdir={folder}/run"], "config.txt is not a config"),
         (["train", "--config", "{folder}/none.py", "--workdir={folder}/run"], "no config file"),
         (["generate", "--model=" + "x" * 5000], "File name too long"),
+        (["chat", "--model=builtin:tiny_lm", "--temperature=0", "--top_k=5"], "--top_k=5: nothing is sampled"),
+        (["benchmark", "decode", "--preset=micro_lm", "--peer_names=llama_cpp"], "--peer_names needs --peers"),
+        (["benchmark", "long", "--preset=micro_lm", "--row=t2rr"], "measure:\n  - unknown model 't2rr'"),
     ],
 )
 def test_bad_commands_and_configs(tmp_path, call, arguments, message):

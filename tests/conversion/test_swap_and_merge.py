@@ -70,6 +70,13 @@ def test_a_fault_of_one_value_is_named_once():
     assert [str(caught.value).count(words) for words in ("features=-1", "sinks=-1", "window")] == [1, 1, 0]
 
 
+def test_all_faults_are_named_by_their_own_names():
+    with pytest.raises(InputError) as caught:
+        swap(make_model(micro_mt()), features=-1, keep="0,9", cross_keep="0,1,2")
+    for words in ("features=-1", "\n  - keep='0,9'", "\n  - cross_keep='0,1,2': the model has layers 0 to 1"):
+        assert words in str(caught.value), caught.value
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [

@@ -1,5 +1,6 @@
 """t2r study: rows in processes of their own, and what a kill leaves of them."""
 
+import gzip
 import json
 import os
 import signal
@@ -159,6 +160,11 @@ def test_a_table_has_a_line_for_each_row():
     assert table[2].startswith("| t2r | 0 | 4 | 32 | 28.70")
 
 
+def test_compressed_text_is_text(tmp_path):
+    (tmp_path / "text.txt.gz").write_bytes(gzip.compress(b"Once upon a time\n"))
+    assert study._data_problems(f"text:{tmp_path / 'text.txt.gz'}", "train") == []
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -171,7 +177,7 @@ def test_a_table_has_a_line_for_each_row():
         (["--set=steps"], "give FIELD=VALUE"),
         (["--set==3"], "give FIELD=VALUE"),
         (["--rows=,,"], "--rows names no row"),
-        (["--data=text:/nowhere.txt"], "there is no file /nowhere.txt"),
+        (["--data=text:/nowhere.txt"], "no text file /nowhere.txt: check the path"),
         (["--data=tsv:/nowhere.tsv"], "/nowhere.tsv"),
         (["--data=tsv:{pairs}"], "translation models sentence pairs"),
         (["--config={pairs_config}"], "language models need text"),

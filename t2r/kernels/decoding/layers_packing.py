@@ -250,7 +250,7 @@ def features_of(attention: Any) -> int:
 
 def is_hedgehog(attention: Any) -> bool:
     """Whether φ is softmax([W x, −W x]); otherwise it is T2R's."""
-    return getattr(getattr(attention, "feature_map", None), "is_softmax", False)
+    return getattr(getattr(attention, "feature_map", None), "maps_by_softmax", False)
 
 
 # Packing. A layer's four matrices are cut into tiles, which have numbers: of all outputs' tiles one after the other, by
