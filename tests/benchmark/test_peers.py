@@ -116,11 +116,14 @@ def test_llama_cpp_generates_the_same_tokens_from_the_same_file(batch, call, tmp
     pytest.importorskip("gguf")
     if batch == 1:
         pytest.importorskip("llama_cpp")
-    from tests.importers.gguf_files import read_folder, write
+    from tests.importers.gguf_files import TOKENIZER, read_folder, write
 
     monkeypatch.setattr(decode, "measure_machine", lambda: measure_machine(2**16))
     monkeypatch.setattr(peers, "_absent", lambda *names: False)
-    original = write(tmp_path / "model.gguf", *read_folder(FOLDER / "llama"))
+    architecture, metadata, tensors = read_folder(FOLDER / "llama")
+    tokens = TOKENIZER["tokens"] + [f"word{i}" for i in range(4, metadata["vocab_size"])]  # llama.cpp counts them
+    tokenizer = TOKENIZER | {"tokens": tokens, "token_type": [3] + [1] * (len(tokens) - 1)}
+    original = write(tmp_path / "model.gguf", architecture, metadata, tensors, tokenizer)
     assert call("import", f"--source={original}", f"--output={tmp_path / 'model'}")[0] == 0
     flags = [f"--model={tmp_path / 'model'}", "--dtype=float32", f"--batch={batch}", "--seconds=0", "--steps=2"]
     flags += ["--lengths=16", "--peers", "--peer_lengths=16,60", "--peer_names=llama_cpp", "--rows=transformer"]
