@@ -72,13 +72,13 @@ def _write(array: Float[Array, "b g capacity d"], new: Float[Array, "b n g d"], 
         return jax.lax.dynamic_update_slice(array, new, (0, 0, start, 0))
 
     def in_place(array: Array, new: Array, start: Int[Array, ""]) -> Array:
-        """The same in a branch that is always taken: XLA joins it with no reader, and so writes the cache once."""
+        """The same in a branch that is always taken: XLA fuses it with no reader, and so writes the cache once."""
         return jax.lax.cond(start < array.shape[2], update, lambda array, *_: array, array, new, start)
 
     new = heads_first(new).astype(array.dtype)
     if array.shape[0] != 1:
         return update(array, new, start)
-    # XLA's CPU compiler joins the update of one sequence's cache with each of its readers, and copies the cache for
+    # XLA's CPU compiler fuses the update of one sequence's cache with each of its readers, and copies the cache for
     # each: attention to 4,096 tokens took 3.3 ms instead of 0.9 (results/NOTES.md).
     return jax.lax.platform_dependent(array, new, start, cpu=in_place, default=update)
 

@@ -108,7 +108,9 @@ def measure_generation(
     config, ours = next(iter(request.models.values())), functools.cache(functools.partial(_our_tokens, request))
     for name in dict.fromkeys(names):
         library, cache = GENERATION[name]
-        if _absent(results, name, library) or (library == "llama_cpp" and _lacks_file(results, request, original)):
+        if _absent(results, name, library) or (
+            library == "llama_cpp" and _llama_cpp_cannot_run(results, request, original)
+        ):
             continue
         source = original if library in READS_ORIGINALS else None
         for length in lengths:
@@ -157,8 +159,8 @@ def measure_attention(
             _try(results, key, functools.partial(_attention, shape, length, backward, repeat_for))
 
 
-def _lacks_file(results: Results, request: Request, original: str | None) -> bool:
-    """Whether there is nothing that llama.cpp could generate here; says so in the results."""
+def _llama_cpp_cannot_run(results: Results, request: Request, original: str | None) -> bool:
+    """Whether llama.cpp cannot generate what is measured; says why in the results."""
     if original is None or not is_gguf(_local(original)):
         results.note("llama_cpp is skipped: it reads a GGUF file only, --peer_model=FILE")
     elif request.batch != 1:

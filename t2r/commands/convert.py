@@ -18,6 +18,7 @@ A swapped model must be finetuned before use: `t2r train` with config.init_from 
 
 import shlex
 import sys
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +112,18 @@ def main() -> dict[str, Any]:
         reason = "without --finetune nothing is trained or measured"
     if unused:
         raise InputError(f"{reason}: leave out {', '.join(f'--{name}' for name in unused)}")
-    # What --attention leaves unconverted has no features and keeps no layers.
-    idle = {"causal": ["cross_features", "cross_keep"], "cross": []}.get(_ATTENTION.value, [])
-    if _ATTENTION.value == "cross":
-        idle = [name for name in ("features", "keep") if f"cross_{name}" in given]
-    idle = [f"--{name}" for name in idle if name in given]
-    if idle:
+    if idle := [f"--{name}" for name in _idle(given) if name in given]:
         raise InputError(f"--attention={_ATTENTION.value}: leave out {', '.join(idle)}, which would change nothing")
     return _finetune(given) if _FINETUNE.value else _convert()
+
+
+def _idle(given: Container[str]) -> list[str]:
+    """The flags of the attention that --attention leaves as it is: it gets no features, and all its layers are kept."""
+    if _ATTENTION.value == "causal":
+        return ["cross_features", "cross_keep"]
+    if _ATTENTION.value == "cross":  # which takes the flags of causal attention where it has none of its own
+        return [name for name in ("features", "keep") if f"cross_{name}" in given]
+    return []
 
 
 def _finetune(plan: dict[str, Any]) -> dict[str, Any]:

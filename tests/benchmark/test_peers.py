@@ -54,14 +54,21 @@ def test_peers_are_measured_beside_our_models(call, tmp_path, monkeypatch):
         assert result["peers_tokens_per_second"][name].keys() == {"8", "16"}, notes
 
 
-def test_a_library_that_is_missing_is_one_line(call, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name, note",
+    [
+        ("flash_linear_attention", "flash_linear_attention is skipped: torch and fla cannot be imported"),
+        ("llama_cpp", "llama_cpp is skipped: it reads a GGUF file only, --peer_model=FILE"),
+    ],
+)
+def test_a_library_that_cannot_run_is_one_line(name, note, call, tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "measure_machine", lambda: measure_machine(2**16))
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: "here" if name == "llama_cpp" else None)
     flags = ["--preset=micro_llama", "--dtype=float32", "--batch=1", "--seconds=0", "--steps=2", "--rows=t2r"]
-    flags += ["--lengths=4", "--peers", "--peer_names=flash_linear_attention", f"--output={tmp_path}"]
+    flags += ["--lengths=4", "--peers", f"--peer_names={name}", f"--output={tmp_path}"]
     status, _ = call("benchmark", "decode", *flags)
     notes = json.loads((tmp_path / "decode.json").read_text())["notes"]
-    assert status == 0 and notes == ["flash_linear_attention is skipped: torch and fla cannot be imported"]
+    assert status == 0 and notes == [note]
 
 
 @pytest.mark.slow
@@ -97,16 +104,6 @@ def test_hugging_face_generates_the_same_tokens_from_the_same_weights(call, tmp_
     (original / "config.json").write_text(json.dumps(settings))
     status, error = call("benchmark", "decode", *flags)
     assert status == 2 and "norm_eps is 0.001 there, and 1e-06 in" in error, error
-
-
-def test_llama_cpp_needs_a_gguf_file(call, tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "measure_machine", lambda: measure_machine(2**16))
-    monkeypatch.setattr(peers, "_absent", lambda *names: False)
-    flags = ["--preset=micro_llama", "--dtype=float32", "--batch=1", "--seconds=0", "--steps=2", "--rows=t2r"]
-    flags += ["--lengths=4", "--peers", "--peer_names=llama_cpp", f"--output={tmp_path}"]
-    status, _ = call("benchmark", "decode", *flags)
-    notes = json.loads((tmp_path / "decode.json").read_text())["notes"]
-    assert status == 0 and notes == ["llama_cpp is skipped: it reads a GGUF file only, --peer_model=FILE"]
 
 
 @pytest.mark.slow
