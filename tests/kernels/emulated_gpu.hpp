@@ -122,8 +122,28 @@ inline u32 rounded(float x) {  // to the nearest bfloat16, ties to even
 
 inline u32 to_bfloats(float low, float high) { return rounded(high) << 16 | rounded(low); }
 
-inline u32 subtract_bfloats(u32 x, u32 y) {
-  return to_bfloats(bfloat(x, 0) - bfloat(y, 0), bfloat(x, 1) - bfloat(y, 1));
+inline float half(u32 both, int which) {  // float16
+  const u32 bits = which ? both >> 16 : both & 0xffff, exponent = bits >> 10 & 31, rest = bits & 1023;
+  const float size = exponent == 31 ? (rest ? NAN : INFINITY)
+                     : exponent ? std::ldexp(1024.f + rest, exponent - 25) : std::ldexp((float)rest, -24);
+  return bits >> 15 ? -size : size;
+}
+
+inline u32 to_half(float x) {  // the nearest float16, ties to even
+  const u32 sign = __float_as_uint(x) >> 31 << 15;
+  if (std::isnan(x)) return sign | 0x7e00;
+  int exponent;
+  std::frexp(x, &exponent);
+  exponent = exponent < -13 ? -13 : exponent > 17 ? 17 : exponent;
+  const u32 steps = std::nearbyint(std::ldexp(std::fabs(x), 11 - exponent));  // up to 2,048: carries to the exponent
+  const u32 bits = steps < 1024 ? steps : ((exponent + 14) << 10) + (steps - 1024);
+  return sign | (std::isinf(x) || bits > 0x7c00 ? 0x7c00 : bits);
+}
+
+inline u32 to_halves(float low, float high) { return to_half(high) << 16 | to_half(low); }
+
+inline u32 subtract_halves(u32 x, u32 y) {
+  return to_halves(half(x, 0) - half(y, 0), half(x, 1) - half(y, 1));
 }
 inline u32 permute(u32 x, u32 y, u32 bytes) {
   u32 result = 0;
@@ -134,7 +154,8 @@ inline u32 permute(u32 x, u32 y, u32 bytes) {
   return result;
 }
 
-inline void multiply_add(float (&sum)[4], uint4 x, u32 low, u32 high) {
+template <typename Number>
+void multiply_add(float (&sum)[4], uint4 x, u32 low, u32 high, Number number) {
   const auto operands = exchange<6>({x.x, x.y, x.z, x.w, low, high});
   const int lane = threadIdx.x % 32;
   for (int i = 0; i < 4; i++) {
@@ -142,10 +163,12 @@ inline void multiply_add(float (&sum)[4], uint4 x, u32 low, u32 high) {
     for (int k = 0; k < 16; k++) {
       const u32* activations = operands[sequence % 8 * 4 + k % 8 / 2];
       const u32* weights = operands[output * 4 + k % 8 / 2];
-      sum[i] += bfloat(activations[sequence / 8 + k / 8 * 2], k % 2) * bfloat(weights[4 + k / 8], k % 2);
+      sum[i] += number(activations[sequence / 8 + k / 8 * 2], k % 2) * number(weights[4 + k / 8], k % 2);
     }
   }
 }
+inline void multiply_add(float (&sum)[4], uint4 x, u32 low, u32 high) { multiply_add(sum, x, low, high, bfloat); }
+inline void multiply_add_halves(float (&sum)[4], uint4 x, u32 low, u32 high) { multiply_add(sum, x, low, high, half); }
 
 // A barrier that counts bytes and arrivals of threads (mbarrier).
 struct ByteBarrier {

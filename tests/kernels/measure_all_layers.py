@@ -140,7 +140,7 @@ def cases() -> dict:
     times += [("paper", 16, 512), ("llama hybrid", 16, 4096), ("smol transformer", 16, 4096)]
     for name, batch, length in times:
         found[f"time {name}, batch {batch}"] = lambda n=name, b=batch, t=length: measure(n, b, t)
-        if (name, batch) in (("smol", 16), ("llama", 16), ("smol hybrid", 16)):
+        if (name, batch) in (("smol", 16), ("llama", 16), ("smol hybrid", 16), ("llama int8", 16)):
             found[f"clocks {name}, batch {batch}"] = lambda n=name, b=batch, t=length: clocks(n, b, t)
     found["time mt, batch 15"] = lambda: measure("mt", 15, 512)
     found["time mt by kernels of each layer, batch 15"] = lambda: measure("mt", 15, 512, kernels="layers")

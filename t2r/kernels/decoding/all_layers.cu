@@ -125,10 +125,10 @@ void feed_forward(Shared& shared, Weights& weights, const Streams& streams, int 
                  [&](int tile, int row, int output, float4 four) {
     u32* own = (u32*)fixed.staged + (tile * ROWS + row) * (UNIT_TILE / 2);
     if (GATED) {  // two gates, then two units
-      own[output / 4] = to_bfloats(activated(four.x) * four.z, activated(four.y) * four.w);
+      own[output / 4] = to_operands(activated(four.x) * four.z, activated(four.y) * four.w);
     } else {
       *(uint2*)(own + output / 2) =
-          to_bfloats(make_float4(activated(four.x), activated(four.y), activated(four.z), activated(four.w)));
+          to_operands(make_float4(activated(four.x), activated(four.y), activated(four.z), activated(four.w)));
     }
   });
   MARK(number, 11);

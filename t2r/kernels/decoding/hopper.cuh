@@ -154,9 +154,15 @@ u32 to_bfloats(float low, float high) {
   return both;
 }
 
-u32 subtract_bfloats(u32 x, u32 y) {  // two of each
+u32 to_halves(float low, float high) {  // float16
   u32 both;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(x), "r"(y));
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+u32 subtract_halves(u32 x, u32 y) {  // two of each
+  u32 both;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(both) : "r"(x), "r"(y));
   return both;
 }
 
@@ -164,9 +170,11 @@ u32 subtract_bfloats(u32 x, u32 y) {  // two of each
 u32 permute(u32 x, u32 y, u32 bytes) { return __byte_perm(x, y, bytes); }
 
 // sum += x · weightsᵀ for 16 sequences, 8 outputs and 16 inputs; inputs 0 to 7 are in `low`, 8 to 15 in `high`.
-void multiply_add(float (&sum)[4], uint4 x, u32 low, u32 high) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(low), "r"(high));
-}
+#define MULTIPLY_ADD(type)                                                                                            \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, " \
+      "{%0, %1, %2, %3};"                                                                                             \
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                                        \
+      : "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(low), "r"(high))
+
+void multiply_add(float (&sum)[4], uint4 x, u32 low, u32 high) { MULTIPLY_ADD("bf16"); }
+void multiply_add_halves(float (&sum)[4], uint4 x, u32 low, u32 high) { MULTIPLY_ADD("f16"); }

@@ -192,7 +192,7 @@ void map_features(Fixed& fixed, const StateRole& role, int layer, int kind, cons
 // Four attention outputs of one query head of a sequence, to be sent.
 template <typename AnyRole>
 void stage(Fixed& fixed, const AnyRole& role, int place, int query, int d, float4 four) {
-  ((uint2*)fixed.staged)[(place * role.attended + query * HEAD_DIM + d) / 4] = to_bfloats(four);
+  ((uint2*)fixed.staged)[(place * role.attended + query * HEAD_DIM + d) / 4] = to_operands(four);
 }
 
 // S + φ(k) ⊗ v and z + φ(k), and with them φ(q)·S and φ(q)·z. A warp has 16 columns of S: lanes are 8 parts of the

@@ -19,7 +19,7 @@ from t2r.kernels.decoding.matrices import Matrix, fold_norm, matrix_of
 from t2r.kernels.decoding.support import Grid, cross_attention, grid_for, in_8_bits
 
 TILE = 16  # outputs and inputs of a tile
-MOST_CHUNK_TILES = 8  # of a chunk, which is loaded at once
+MOST_CHUNK_TILES = 8  # of a chunk, which is loaded at once; 8-bit weights: twice as many, which are as many bytes
 MOST_CHUNKS = 12  # of a warp and layer; with more, layers are LARGE
 REDUCED = 4  # tiles whose sums are added up at once
 LEAST_EXPONENT = -1e30  # of features that are padding
@@ -229,7 +229,11 @@ def _chunk_tiles(sizes: Sizes) -> int:
             chunks += stream // outputs * sum(-(-steps * outputs // tiles) for steps in inputs)
         return chunks * (tiles + 2)
 
-    return min(range(MOST_CHUNK_TILES, 2, -1), key=cost)
+    def fits(tiles: int) -> bool:  # into registers: the chunk, and the inputs that it is multiplied by
+        return tiles // _outputs_at_once(sizes, tiles) <= MOST_CHUNK_TILES
+
+    most = MOST_CHUNK_TILES * (2 if sizes.int8 else 1)
+    return min(filter(fits, range(most, 2, -1)), key=cost)
 
 
 def _outputs_at_once(sizes: Sizes, chunk_tiles: int) -> int:
@@ -291,6 +295,8 @@ def pack(model: Any, batch: int, grid: Grid | None = None) -> PackedLayers:
         matrices = layer_matrices(layer, sizes)
         cut = jnp.concatenate([cut_into_tiles(matrix.weights) for matrix in matrices if matrix is not None])
         cut = jnp.pad(cut, [(0, 1), (0, 0)])  # the last tile is zero: padding
+        if sizes.int8:
+            cut ^= jnp.int8(-128)  # 128 more, as bytes: the kernel makes numbers of them in fewer instructions
         order = tile_order(sizes, layer.kind)
         chunks = order.reshape(len(order), -1, sizes.chunk_tiles)
         chunks = chunks.swapaxes(0, 1) if sizes.large else chunks

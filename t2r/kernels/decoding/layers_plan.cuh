@@ -15,7 +15,7 @@ constexpr int BLOCKS = CLUSTERS * RANKS;
 constexpr int share(int total, int index, int parts) { return (total - index + parts - 1) / parts; }
 
 // Tiles of matrices: 16 outputs × 16 inputs. Each of a warp's threads has 8 of its weights: bfloat16, or 8-bit integers
-// with a scale for each output.
+// (128 more, as bytes) with a scale for each output.
 #if INT8
 typedef uint2 Fragment;
 #else

@@ -5,8 +5,8 @@ void multiply_tile(float (&sums)[GROUPS][2][4], const uint4 (&x)[GROUPS], Fragme
   const uint4 weights = weights_of(fragment);
 #pragma unroll
   for (int group = 0; group < GROUPS; group++) {
-    multiply_add(sums[group][0], x[group], weights.x, weights.y);
-    multiply_add(sums[group][1], x[group], weights.z, weights.w);
+    multiply_weights(sums[group][0], x[group], weights.x, weights.y);
+    multiply_weights(sums[group][1], x[group], weights.z, weights.w);
   }
 }
 
@@ -81,7 +81,7 @@ void read_stream(const float* x, int warp, int round, uint4 (&operands)[ROUND_ST
           const float4 four = loaded[ahead][group][half];
           moments.sum[group][half] += (four.x + four.y) + (four.z + four.w);
           moments.squares[group][half] += (four.x * four.x + four.y * four.y) + (four.z * four.z + four.w * four.w);
-          halves[half] = to_bfloats(four);
+          halves[half] = to_operands(four);
         }
         operands[step0 + ahead][group] = make_uint4(halves[0].x, halves[1].x, halves[0].y, halves[1].y);
       }
@@ -141,7 +141,7 @@ void stream_product(Shared& shared, Weights& weights, const float* x, int tiles,
       float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll
       for (int w = 0; w < WARPS; w++) total = add(total, fixed.partial[w][item]);
-      if (INT8) total = multiplied(total, four_at(scale + tile * 16 + output));
+      total = unscaled(total, scale + tile * 16 + output);
       float2 norm = make_float2(0, 1);
       if (has_norm) {
         float x_sum = 0, x_squares = 0;
@@ -210,7 +210,7 @@ struct OperandProduct {
       for (int j = 0; j < 2 * GROUPS * OUTPUTS_AT_ONCE; j++) {
         const int own = tile + j / (2 * GROUPS) * WARPS, half = j % (2 * GROUPS), row = lane() / 4 + 8 * half;
         float4 four = four_outputs(sums[j / (2 * GROUPS)], half / 2, half % 2);
-        if (INT8) four = multiplied(four, four_at(scale + own * 16 + output));
+        four = unscaled(four, scale + own * 16 + output);
         if (has(row)) atomic_add(to + stream_index(row, role.rank + own * RANKS, output), four);
       }
     }

@@ -10,20 +10,30 @@
 // Of LARGE layers, rings hold a small part: memory must not be idle, so each chunk that was read is loaded over at once.
 // There the chunks that all warps read at about the same time are neighbours in global memory.
 
+// Weights and what they are multiplied by, as operands of tensor cores: bfloat16, or float16 if weights have 8 bits,
+// for a byte becomes float16 in half as many instructions. Activations are then scaled, for float16 ends at 65,504.
+
 #if INT8
-// Two of four 8-bit integers, as bfloat16. 0x43 before a byte makes 128 + its lower 7 bits, or with only its sign bit
-// 128 or 256; the difference is the integer.
-u32 two_integers(u32 four, u32 bytes) {
-  const u32 both = permute(four, 0x43434343u, bytes);
-  return subtract_bfloats(both & 0xff7fff7fu, both & 0xff80ff80u);
-}
+// Two of four integers, stored as 128 more: 0x64 before a byte makes 1,024 + the byte.
+u32 two_integers(u32 four, u32 bytes) { return subtract_halves(permute(four, 0x64646464u, bytes), 0x64806480u); }
 uint4 weights_of(Fragment x) {
   return make_uint4(two_integers(x.x, 0x4140), two_integers(x.x, 0x4342), two_integers(x.y, 0x4140),
                     two_integers(x.y, 0x4342));
 }
+
+constexpr float OPERAND_SCALE = 1.f / 64;  // the largest activation is then 4 million, far more than models have
+u32 to_operands(float low, float high) { return to_halves(low * OPERAND_SCALE, high * OPERAND_SCALE); }
+void multiply_weights(float (&sum)[4], uint4 x, u32 low, u32 high) { multiply_add_halves(sum, x, low, high); }
+float4 unscaled(float4 sums, const float* scale) {  // of the weights of each output
+  return multiplied(scaled(sums, 1 / OPERAND_SCALE), four_at(scale));
+}
 #else
 uint4 weights_of(Fragment x) { return x; }
+u32 to_operands(float low, float high) { return to_bfloats(low, high); }
+void multiply_weights(float (&sum)[4], uint4 x, u32 low, u32 high) { multiply_add(sum, x, low, high); }
+float4 unscaled(float4 sums, const float* scale) { return sums; }
 #endif
+uint2 to_operands(float4 x) { return make_uint2(to_operands(x.x, x.y), to_operands(x.z, x.w)); }
 
 struct Chunk { Fragment tiles[CHUNK_TILES]; };  // what one thread has of it
 
