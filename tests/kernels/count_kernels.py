@@ -3,7 +3,7 @@
     pip install "jax[cuda12]"
     python tests/kernels/count_kernels.py NAME... [--beam=5] [--prompt=1024] [--kernels=]
 
-NAME is one of the models of `measure_all_layers.py`, such as `smol` or `mt`. XLA compiles for a GPU that is described
+NAME is one of the models of `measure_all_layers.py`, such as `smol` or `mt`, or 'smol int8'. XLA compiles for a GPU that is described
 to it. This says how many kernels run, not how long: `profile_steps.py` says that, on a GPU.
 """
 
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=0, help="tokens of a part of a prompt of one sequence; 0: a step")
     parser.add_argument("--kernels", default="all", help="all, layers, or empty: without t2r's kernels")
     arguments = parser.parse_args()
-    unknown = [name for name in arguments.names if name not in configs()]
+    unknown = [name for name in arguments.names if name.removesuffix(" int8") not in configs()]
     if unknown:
         parser.error(f"no model {', '.join(unknown)}; choose from {', '.join(configs())}")
     for name in arguments.names:
@@ -64,7 +64,8 @@ def program(name: str, arguments: argparse.Namespace):
     from t2r.model.config import ModelConfig
 
     cuda.clusters_at_once = lambda ranks, threads, memory: BLOCKS_AT_ONCE // ranks
-    model = abstract_inference_model(ModelConfig(**configs()[name]), "bfloat16")
+    config, weights = ModelConfig(**configs()[name.removesuffix(" int8")]), "int8" if name.endswith(" int8") else ""
+    model = abstract_inference_model(config, "bfloat16", weights)
     (graph, arrays), on_gpu = nnx.split(model), described_gpu()
     if arguments.prompt:
         state = abstract_generation(model, 1, 8 * arguments.prompt).state
