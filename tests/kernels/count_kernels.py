@@ -3,8 +3,8 @@
     pip install "jax[cuda12]"
     python tests/kernels/count_kernels.py NAME... [--beam=5] [--prompt=1024] [--kernels=]
 
-NAME is one of the models of `measure_all_layers.py`, such as `smol` or `mt`, or 'smol int8'. XLA compiles for a GPU that is described
-to it. This says how many kernels run, not how long: `profile_steps.py` says that, on a GPU.
+NAME is one of the models of `measure_all_layers.py`, such as `smol`, 'smol int8' or `mt`. XLA compiles for a GPU that
+is described to it. This says how many kernels run, not how long: `profile_steps.py` says that, on a GPU.
 """
 
 import argparse
