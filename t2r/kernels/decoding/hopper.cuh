@@ -154,9 +154,9 @@ u32 to_bfloats(float low, float high) {
   return both;
 }
 
-u32 to_halves(float low, float high) {  // float16
+u32 to_halves(float low, float high) {  // float16; what is larger becomes 65,504
   u32 both;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
 
