@@ -54,6 +54,7 @@ CASES = {  # fields of the model, batch, clusters, ranks
     "norms after": (dict(PAPER, norm_placement="after", attention=(MERGED, T2R), activation="gelu"), 4, 2, 2),
     "gated GELU": (dict(PAPER, gated=True, activation="gelu_exact", attention=(T2R,)), 4, 2, 2),
     "wide": (dict(LLAMA, width=2112, feedforward=48, layers=1, attention=(T2R,)), 17, 2, 2),  # the stream in two rounds
+    "large chunks": (dict(LLAMA, width=1152, feedforward=400, layers=1, attention=(WINDOWED,)), 3, 2, 2),
     "pairs of outputs": (dict(LLAMA, width=448, feedforward=400, attention=(T2R, SOFTMAX)), 5, 3, 2),
     "hedgehog": (dict(LLAMA, layers=3, attention=(HEDGEHOG, HEDGEHOG_WINDOWED, SOFTMAX)), 5, 3, 2),
     "few features": (dict(LLAMA, attention=(dataclasses.replace(T2R, features=4), WINDOWED)), 3, 2, 2),
@@ -83,10 +84,9 @@ def test_the_kernel_equals_the_models_step(case, tmp_path):
     _, state = compiled(half)(tokens, half.init_state(batch, length + 5), mask)
     if "own lengths" in case:  # the last sequence's cache is full
         state = state._replace(layers=tuple(map(with_own_lengths, state.layers)))
-    as_float = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, state)
     active = (jnp.arange(batch) != 1)[:, None]
     positions = state.position + active[:, 0] - 1
-    hidden, expected = compiled(model)(tokens[:, :1], as_float, active)
+    hidden, expected = compiled(model)(tokens[:, :1], jax.tree.map(as_float, state), active)
     x = model.embed(tokens[:, :1], positions[:, None])[:, 0]
     out, states = run_emulated(tmp_path, model, x, state.layers, active[:, 0], positions, clusters, ranks)
     if model.config.norm_placement == "after":
@@ -111,10 +111,9 @@ def test_the_kernel_equals_the_step_of_translation(case, tmp_path):
     sources = sources.at[1, 3:].set(PADDING)
     encoded = jax.jit(lambda sources: source_states(half, sources))(sources)
     _, state = compiled(half)(tokens, half.init_state(batch, 9, encoded), jnp.ones(tokens.shape, bool))
-    as_float = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, state)
     active = (jnp.arange(batch) != 1)[:, None]
     positions = state.position + active[:, 0] - 1
-    hidden, expected = compiled(model)(tokens[:, :1], as_float, active)
+    hidden, expected = compiled(model)(tokens[:, :1], jax.tree.map(as_float, state), active)
     x = model.embed(tokens[:, :1], positions[:, None])[:, 0]
     arguments = (model, x, state.layers, active[:, 0], positions, clusters, ranks)
     out, states = run_emulated(tmp_path, *arguments, sources=encoded)
@@ -130,26 +129,32 @@ def test_the_kernel_equals_the_step_of_translation(case, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("case", ["llama", "norms after"])
+@pytest.mark.parametrize("case", ["llama", "norms after", "pairs of outputs", "large chunks"])
 def test_8_bit_weights(case, tmp_path):
     """The kernel with 8-bit weights is as near to the model as their rounding, and nearer to the rounded model."""
     fields, batch, clusters, ranks = CASES[case]
     model = make_model(micro(**fields))
-    rounded = for_decoding(model, "int8")
+    rounded, half = for_decoding(model, "int8"), make_model(micro(**fields, dtype="bfloat16"))
     tokens = random_tokens(batch, 7)
     active = jnp.ones((batch, 1), bool)
-    _, state = compiled(model)(tokens, model.init_state(batch, 12), jnp.ones(tokens.shape, bool))
-    exact, _ = compiled(model)(tokens[:, :1], state, active)
+    half = with_arrays(half, arrays_of(model))
+    _, state = compiled(half)(tokens, half.init_state(batch, 12), jnp.ones(tokens.shape, bool))
+    exact, _ = compiled(model)(tokens[:, :1], jax.tree.map(as_float, state), active)
     x = model.embed(tokens[:, :1], state.position[:, None])[:, 0]
     arguments = (x, state.layers, active[:, 0], state.position, clusters, ranks)
     kernel, _ = run_emulated(tmp_path, rounded, *arguments)
     if model.config.norm_placement == "after":
         kernel = model.blocks[-1].feedforward_norm(jnp.asarray(kernel))
-    assert error(kernel - x, exact[:, 0] - x) < 0.02
+    assert error(kernel - x, exact[:, 0] - x) < 0.03
     (tmp_path / "plain").mkdir()
     plain, _ = run_emulated(tmp_path / "plain", model, *arguments)
     assert layers_packing.pack(rounded, batch, all_layers.Grid(clusters, ranks)).tiles[0].dtype == jnp.int8
     assert error(kernel, plain) > 0  # it was not the same kernel
+
+
+def as_float(x):
+    """bfloat16 as float32; other types as they are."""
+    return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
 
 
 def with_own_lengths(state):
