@@ -6,6 +6,7 @@ Language models are scored by perplexity, translation models by BLEU.
 """
 
 import contextlib
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -177,16 +178,24 @@ class Study:
         raise_all("the study cannot begin:", list(dict.fromkeys(problems)))
 
     def _check_request(self) -> None:
-        """Refuses a folder that has rows of another study."""
+        """Refuses a folder that has rows of another study, or of files that have changed since."""
         request = {"config": Path(self._config).stem, "data": self._data, "split": self._split}
-        request |= {"fields": self._fields, "scale": self._scale}
-        path = self._output / "request.json"
+        request |= {"fields": self._fields[1:], "scale": self._scale, "files": _digests(self._data)}
+        path, rows = self._output / "request.json", self._results()
+        advice = "choose another --output, or remove it"
         if path.exists():
-            before = read_json(path, "move the folder away to start over")
-            raise_all(
-                f"{self._output} holds another study (choose another --output, or remove it):",
-                [f"{n} was {before.get(n)}, is {request[n]}" for n in request if before.get(n) != request[n]],
-            )
+            before = {"files": request["files"]} | read_json(path, "move the folder away to start over")
+            if before["files"] == request["files"] and all(request["files"]):
+                before["data"] = request["data"]  # another path to the same text is no other study
+            before["fields"] = [field for field in before.get("fields", []) if not field.startswith("data.source=")]
+            other = [name for name in request if _comparable(before.get(name)) != _comparable(request[name])]
+            problems = [f"{name} was {before.get(name)}, is {request[name]}" for name in other if name != "files"]
+            problems += ["the data has changed since"] * (other == ["files"])
+            if rows or any(self._output.glob("*/checkpoints/*")):  # until then, it may still become another one
+                raise_all(f"{self._output} holds another study ({advice}):", problems)
+        elif rows:
+            names = _shortly([row["row"] for row in rows])
+            raise InputError(f"{self._output} has rows ({names}), and no request.json, which says what of: {advice}")
         write_json(path, request)
 
     def _path(self, row: Row, suffix: str) -> Path:
@@ -318,7 +327,7 @@ class Study:
         order = list(_module(self._config).ROWS)
         names = [*order, *(name + SWAPPED for name in order)]
         paths = [path for path in self._output.glob("*.json") if re.sub(r"\.seed\d+$", "", path.stem) in names]
-        found = [_read_row(path) for path in paths]
+        found = [_read_row(path, self._columns) for path in paths]
 
         def place(result: dict[str, Any]) -> tuple[bool, int, int]:
             row = Row(result["row"], result["seed"])
@@ -384,13 +393,41 @@ def _text_problem(path: Path) -> str:
     return ""
 
 
-def _read_row(path: Path) -> dict[str, Any]:
-    """What a row's file holds."""
+def _read_row(path: Path, names: Sequence[str]) -> dict[str, Any]:
+    """What a row's file holds: the columns `names`, and more."""
     advice = "remove it: the row is then done again"
     result = read_json(path, advice)
-    if not {"row", "seed"} <= result.keys():
-        raise InputError(f"{path} is not the result of a row of a study: {advice}")
+    missing = [name for name in names if name not in result]
+    if missing:
+        raise InputError(f"{path} is no row of this study, for it lacks {', '.join(missing)}: {advice}")
+    if not isinstance(result["seed"], int) or Row(str(result["row"]), result["seed"]).key != path.stem:
+        raise InputError(f"{path} is of row {result['row']!r} with seed {result['seed']!r}: {advice}")
+    wrong = [name for name in names if name != "row" and not _is_figure(result[name])]
+    if wrong:
+        raise InputError(f"{path}: {wrong[0]} is {result[wrong[0]]!r}, which is no figure: {advice}")
     return result
+
+
+def _is_figure(value: Any) -> bool:
+    """Whether a cell of a table is a number, or empty."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _digests(data: str) -> list[str]:
+    """A digest of the content of each file of a spec; an empty text for one that cannot be read."""
+    digests = []
+    for path in files_of(data):
+        try:
+            with path.open("rb") as file:
+                digests.append(hashlib.file_digest(file, "sha256").hexdigest()[:16])
+        except OSError:
+            digests.append("")
+    return digests
+
+
+def _comparable(value: Any) -> Any:
+    """A part of a request: of fields, the order does not matter."""
+    return sorted(value) if isinstance(value, list) else value
 
 
 def _problems_in(error: str) -> list[str]:

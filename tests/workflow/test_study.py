@@ -126,6 +126,61 @@ def test_all_rows_of_a_folder_are_written_whichever_command_finished_them(config
     assert [(row["row"], row["seed"]) for row in content["rows"]] == sorted(rows, key=lambda r: (r[0][0] != "t", r[1]))
 
 
+ROW = dict.fromkeys(study.COLUMNS, 1) | {"row": "transformer", "seed": 0}
+
+
+@pytest.fixture
+def begun(config, text_file, tmp_path):
+    """A study of which one row is finished."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "transformer.json").write_text(json.dumps(ROW))
+    request = {"config": "rows", "data": f"text:{text_file}", "split": "test", "fields": ["steps=4", "log_every=1"]}
+    (out / "request.json").write_text(json.dumps(request | {"scale": 1.0, "files": study._digests(request["data"])}))
+    return out
+
+
+def refusal(config, data, out, fields=("log_every=1", "steps=4")):
+    """Why a folder is refused; empty if it is not."""
+    try:
+        Study(config, data, out, list(fields))._check_request()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_is_of_one_study(config, text_file, begun, tmp_path, monkeypatch):
+    """Fields in another order, and another path to the same text, are no other study; a changed text is."""
+    data = f"text:{text_file}"
+    assert refusal(config, data, begun) == ""
+    monkeypatch.chdir(text_file.parent)
+    assert refusal(config, f"text:{text_file.name}", begun) == "" == refusal(config, data, begun)
+    assert "fields was" in refusal(config, data, begun, ["steps=5", "log_every=1"])
+    before = text_file.read_text()
+    text_file.write_text(before.replace("e", "a"))
+    assert "the data has changed since" in refusal(config, data, begun)
+    text_file.write_text(before)
+    (begun / "request.json").unlink()
+    assert "has rows (transformer), and no request.json" in refusal(config, data, begun)
+    (begun / "transformer.json").unlink()
+    assert refusal(config, data, begun) == "" and refusal(config, data, begun, ["steps=5"]) == "", "no row has begun"
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ({"row": "transformer", "seed": 0}, "lacks k, perplexity"),
+        (ROW | {"row": "t2r"}, "is of row 't2r' with seed 0"),
+        (ROW | {"seed": "0"}, "with seed '0'"),
+        (ROW | {"perplexity": "many"}, "perplexity is 'many', which is no figure"),
+    ],
+)
+def test_a_damaged_row_is_named_before_anything_runs(content, message, config, text_file, begun):
+    (begun / "transformer.json").write_text(json.dumps(content))
+    said = refusal(config, f"text:{text_file}", begun)
+    assert message in said and "remove it: the row is then done again" in said
+
+
 def test_a_training_that_outlived_its_study_is_waited_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(study, "WAIT", 0.02)
     entered = threading.Event()
