@@ -32,6 +32,7 @@ absolute() { # prints the absolute path of a file, which must exist
 # another one is refused, and not ignored.
 prepare() {
     local text=$1 source=$2 sum before name
+    prepared=$text
     shift 2
     sum=$(cksum <"$source")
     if [[ -s $text.source ]]; then
@@ -48,13 +49,37 @@ prepare() {
     printf '%s\n' "$sum" "$(basename "$source")" >"$text.source"
 }
 
-# study FLAGS...: `t2r study`. Rows that fail do not stop the script, but make it end with status 2; an interruption does.
+# study FLAGS...: `t2r study`. Rows that fail do not stop the script, but make it end with status 2; flags that are refused,
+# and an interruption, do.
 failed=0
 study() {
-    local status=0
+    local status=0 refused
+    touch study.begun
     "$python" -m t2r study --output=study --scale="${SCALE:-1}" --jobs="${JOBS:-6}" "$@" || status=$?
     ((status == 0 || status == 2)) || exit "$status"
+    refused=$([[ $status == 0 || study/study.json -nt study.begun ]] || echo yes) # it writes its table even if all rows fail
+    rm study.begun
+    if [[ -n $refused ]]; then
+        [[ -e study/study.json ]] || rm -f "$prepared" "$prepared.source" # the text may be what was refused
+        exit 2
+    fi
     ((status == 0)) || failed=2
+}
+
+check_rows() { # CONFIG ROWS: refuses a config without a table of rows, and all rows that it does not have
+    "$python" - "$@" <<'END'
+import sys
+
+from t2r.errors import InputError, raise_all, unknown
+from t2r.workflow.study import SWAPPED, rows_of
+
+try:
+    known, wanted = rows_of(sys.argv[1]), dict.fromkeys(filter(None, sys.argv[2].split(",")))
+    others = [row for row in wanted if row.removesuffix(SWAPPED) not in known]
+    raise_all("rows:", [unknown("row", row, known) for row in others])
+except InputError as error:
+    sys.exit(f"error: {error}")
+END
 }
 
 publish() { # copies tables and figures to RESULTS, and writes the page that shows them if that is in this clone

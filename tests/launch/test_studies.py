@@ -73,6 +73,8 @@ def clone(tmp_path):
     shutil.copytree(ROOT / "launch", tmp_path / "clone" / "launch")
     python = tmp_path / "clone" / ".venv" / "bin" / "python"  # found without PYTHON
     python.parent.mkdir(parents=True)
+    for name in ("t2r", "configs"):
+        (tmp_path / "clone" / name).symlink_to(ROOT / name)
     python.write_text(STAND_IN)
     python.chmod(0o755)
     article = "".join(PROSE.format(year) for year in range(12))
@@ -142,6 +144,22 @@ def test_a_complete_table_replaces_another(script, clone, tmp_path):
 def test_a_study_that_wrote_no_table_leaves_nothing_to_copy(script, clone, tmp_path):
     done = clone(script, CORPUS[script], STATUS="2")
     assert done.returncode == 2 and done.stderr == "" and not (tmp_path / "page").exists()
+
+
+def test_flags_are_refused_before_anything_runs(clone, tmp_path):
+    said = clone("enwik8", "wiki", ROWS="transformer,foo", AGAIN="bar,t2r_swapped", SIZES="64 7").stderr
+    assert [said.count(f"unknown row '{row}'") for row in ("foo", "bar", "t2r_7", "t2r_swapped")] == [1, 1, 1, 0]
+    assert "SEQUENCES=0: give a whole number" in one_error(clone("enwik8", "wiki", SEQUENCES="0"))
+    assert "no config file none" in one_error(clone("enwik8", "wiki", CONFIG="none"))
+    assert not list((tmp_path / "out").iterdir())
+    assert clone("enwik8", "--help").stderr == "" and clone("tatoeba", "--help").returncode == 0
+
+
+def test_a_corpus_that_the_study_refuses_does_not_keep_another_one_out(tmp_path):
+    (tmp_path / "no_pairs.txt").write_text("hello\n")
+    done = launch("tatoeba", tmp_path / "no_pairs.txt", tmp_path)
+    assert done.returncode == 2 and "deu.txt has lines with fewer than 2" in done.stderr
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_corpus_that_cannot_be_read_is_one_error(clone, tmp_path):
