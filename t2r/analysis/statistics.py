@@ -108,8 +108,8 @@ def measure(
 ) -> list[AttentionStatistics]:
     """The statistics of each attention of the decoder over all batches, which may be read one by one.
 
-    Only the last `queries` tokens of each sequence count; None: all. With a transformer, distances to the attention of
-    the same name, which runs on its own activations.
+    Only the last `queries` places of the batch count, which are the last tokens of full sequences; None: all. With a
+    transformer, distances to the attention of the same name, which runs on its own activations.
     """
     graph, arrays = nnx.split(model)
     alone = transformer is None or transformer is model  # its distance to itself is 0, whatever rounding makes of it

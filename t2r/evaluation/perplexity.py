@@ -44,8 +44,9 @@ def perplexity(
     """Scores a text. Its first token is predicted from `start`, the end-of-text token; None: it is not scored.
 
     `window` is 512 by default, or fewer if the model has fewer learned positions. Windows start every half window.
-    `perplexity` is over the second half of each; `perplexity_all` is over every second window, whole. A text of at most
-    half a window has both measures over all its tokens.
+    `perplexity` is over the second half of each; `perplexity_all` is over every second window, whole, and what is left
+    after the last of these, with the window before as context. A text of at most half a window has both measures over
+    all its tokens.
     """
     window = _window(model, window)
     if window < 2:

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Int8
 
@@ -50,12 +49,12 @@ class Rows(nnx.Module):
         matrix, scale = self.matrix[...], self.scale[...]
         return jax.lax.platform_dependent(matrix, scale, x, cpu=_integer_product, default=_dequantised_product)
 
-    def rows(self, index: Any = slice(None)) -> Float[Array, "*b inputs"]:
-        """Rows of W, as numbers of the activations' type."""
+    def rows(self, index: Any = slice(None), dtype: Any = None) -> Float[Array, "*b inputs"]:
+        """Rows of W, as numbers of the activations' type or another one."""
         rows = self.matrix[...][index]
         if self.scale is not None:
             rows = rows * self.scale[...][index][..., None]
-        return rows.astype(self.dtype)
+        return rows.astype(dtype or self.dtype)
 
 
 def _integer_product(matrix: Int8[Array, "o i"], scale: Array, x: Float[Array, "b i"]) -> Float[Array, "o b"]:
@@ -98,8 +97,9 @@ class RowLinear(nnx.Module):
 
     @property
     def kernel(self) -> Float[Array, "..."]:
-        """The matrix as `nnx.Linear` has it: inputs first."""
-        return self.matrix.rows().T.reshape(*self.inputs, *self.outputs)
+        """The matrix as `nnx.Linear` has it: inputs first. Of 8 bits in float32, which rounds to the same integers."""
+        dtype = self.dtype if self.matrix.scale is None else jnp.float32
+        return self.matrix.rows(dtype=dtype).T.reshape(*self.inputs, *self.outputs)
 
 
 class RowEmbedding(OutputLayer):
@@ -109,9 +109,9 @@ class RowEmbedding(OutputLayer):
         self.dtype, (self.vocabulary, _) = embedding.dtype, embedding.table.shape
         output = embedding.output_table()
         padding = -len(output) % BLOCK
-        bias = np.zeros(self.vocabulary) if embedding.bias is None else embedding.bias[...]
-        bias = jnp.pad(jnp.asarray(bias, jnp.float32), (0, padding), constant_values=NEVER)
-        self.bias = nnx.data(None) if embedding.bias is None and not padding else nnx.Param(bias)
+        self.bias = nnx.data(None)
+        if embedding.bias is not None:
+            self.bias = nnx.Param(jnp.pad(embedding.bias[...].astype(jnp.float32), (0, padding)))
         self.output = Rows(jnp.pad(output, ((0, padding), (0, 0))), weights, self.dtype)
         self.table = self.output if embedding.tied else Rows(embedding.table[...], weights, self.dtype)
 
@@ -120,7 +120,11 @@ class RowEmbedding(OutputLayer):
 
     def _row_logits(self, x: Float[Array, "b width"]) -> Float[Array, "rows b"]:
         logits = self.output.times(x)
-        return logits if self.bias is None else logits + self.bias[...][:, None]
+        logits = logits if self.bias is None else logits + self.bias[...][:, None]
+        if self.vocabulary == len(logits):
+            return logits
+        # Not by their bias: where a vector is infinite, rows of zeros have no number.
+        return jnp.where((jnp.arange(len(logits)) < self.vocabulary)[:, None], logits, NEVER)
 
     def logits(self, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
         """x tableᵀ + bias, in float32."""

@@ -132,12 +132,12 @@ inline float half(u32 both, int which) {  // float16
 inline u32 to_half(float x) {  // the nearest finite float16, ties to even
   const u32 sign = __float_as_uint(x) >> 31 << 15;
   if (std::isnan(x)) return sign | 0x7e00;
+  if (std::fabs(x) >= 65504) return sign | 0x7bff;
   int exponent;
   std::frexp(x, &exponent);
-  exponent = exponent < -13 ? -13 : exponent > 17 ? 17 : exponent;
+  exponent = exponent < -13 ? -13 : exponent;
   const u32 steps = std::nearbyint(std::ldexp(std::fabs(x), 11 - exponent));  // up to 2,048: carries to the exponent
-  const u32 bits = steps < 1024 ? steps : ((exponent + 14) << 10) + (steps - 1024);
-  return sign | (std::isinf(x) || bits > 0x7bff ? 0x7bff : bits);
+  return sign | (steps < 1024 ? steps : ((exponent + 14) << 10) + (steps - 1024));
 }
 
 inline u32 to_halves(float low, float high) { return to_half(high) << 16 | to_half(low); }

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from t2r.workflow.study import columns, markdown
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -150,6 +152,24 @@ def test_every_link_of_the_page_exists(results_page):
     assert (
         len(links) > 30 and [link for link in links if not (ROOT / "results" / link.partition("#")[0]).exists()] == []
     )
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").rglob("study.md")), ids=lambda path: path.parent.name)
+def test_the_table_of_a_study_has_the_figures_of_its_file(path):
+    content = json.loads(path.with_suffix(".json").read_text("utf-8"))
+    assert path.read_text("utf-8") == markdown(content["rows"], columns(content["data"]))
+
+
+def test_a_row_without_its_score_is_named(results_page, tmp_path, monkeypatch):
+    results = tmp_path / "results"
+    shutil.copytree(ROOT / "results", results)
+    monkeypatch.setattr(results_page, "RESULTS", results)
+    path = results / "enwik8" / "study.json"
+    content = json.loads(path.read_text("utf-8"))
+    content["rows"][2]["perplexity"] = None
+    path.write_text(json.dumps(content))
+    with pytest.raises(SystemExit, match=f"{content['rows'][2]['row']} has no perplexity: restore it from git"):
+        results_page.language_models()
 
 
 def test_the_notes_on_rfa_have_the_figures_of_their_file():

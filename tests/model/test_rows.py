@@ -1,6 +1,7 @@
 """Matrices by row, in float32 and in 8 bits, against the model that they come from."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -113,3 +114,21 @@ def test_a_model_for_decoding_is_not_saved(tmp_path, tokenizer):
     with pytest.raises(InputError, match="save the one that it was made from"):
         model_dir.save(tmp_path / "model", content)
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_no_token_is_outside_the_vocabulary(weights):
+    """Not even if a vector is infinite: then rows of zeros, with which the table is padded, give no numbers."""
+    model = for_decoding(make_model(micro(vocab_size=130, adaptive_cutoffs=())), weights)
+    x = jnp.ones((2, model.config.width)).at[0, 3].set(jnp.inf)
+    for choose in (rows._argmax, rows._argmax_in_blocks):
+        assert (choose(model.embedding._row_logits(x)) < 130).all()
+    assert model.embedding.greedy_token(x).shape == (2,) and model.embedding.logits(x).shape == (2, 130)
+
+
+def test_8_bit_matrices_round_to_the_same_integers_again():
+    """Also in bfloat16: the kernel of all layers packs them from what the model has."""
+    model = for_decoding(make_model(micro(dtype="bfloat16", adaptive_cutoffs=())), "int8")
+    down = model.blocks[0].feedforward.down
+    again, _ = quantise(down.kernel.reshape(math.prod(down.inputs), -1).T)
+    assert (again == down.matrix.matrix[...]).all()

@@ -159,7 +159,7 @@ struct Fixed {
   float4 partial[WARPS][REDUCED * ROWS * 4];
   float2 moments[WARPS][ROWS];           // Σ x and Σ x², over a warp's channels
   float2 norm[ROWS];                     // mean and 1 / deviation
-  uint4 operand[OPERAND / 8 * ROWS];     // of the second product, bfloat16: 16 channels of each row, then the next 16
+  uint4 operand[OPERAND / 8 * ROWS];     // of the second product: 16 channels of each row, then the next 16
   uint4 staged[(RANK_ROWS * MOST_ATTENDED > MOST_UP_TILES * UNIT_TILE * ROWS ? RANK_ROWS * MOST_ATTENDED
                                                                               : MOST_UP_TILES * UNIT_TILE * ROWS) / 8];
   alignas(16) float qkv[RANK_ROWS][MOST_QKV];
