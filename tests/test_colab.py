@@ -100,13 +100,13 @@ def test_a_model_of_the_hub_is_imported_or_the_built_in_one_is_used(is_cached, t
         (repository / "refs" / "main").write_text("0" * 40)
         with_tokenizer(shutil.copytree(FOLDER / "llama", repository / "snapshots" / ("0" * 40)))
     (find,) = [cell for cell in cells if "def find_model" in cell]
-    program = f"from pathlib import Path\nimport t2r\nNAME = {hub_name!r}\n{find}"
+    program = f"from pathlib import Path\nimport t2r\nNAME = {hub_name!r}\nFOLDER = Path('runs/it')\n{find}"
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program]
     run = subprocess.run(command, cwd=tmp_path, env=os.environ | offline, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     last = run.stdout.splitlines()[-1]
-    assert last.startswith("runs/transformer 2 layers" if is_cached else "builtin:stories 6 layers")
+    assert last.startswith("runs/it/transformer 2 layers" if is_cached else "builtin:stories 6 layers")
     assert ("cannot be downloaded" in run.stdout) != is_cached
 
 

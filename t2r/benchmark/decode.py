@@ -266,8 +266,8 @@ def _crossovers(results: Results, request: Request, machine: Machine) -> dict[st
     seconds = by_model(results, "decode", "step_seconds")
     if "transformer" not in request.models:
         return {}
-    models = {name: request.abstract(name) for name in request.models}
-    transformer = models.pop("transformer")
+    transformer = request.abstract("transformer")
+    models = {name: request.abstract(name) for name in request.models if not name.startswith("transformer")}
     return {
         name: {
             "predicted": predicted_crossover(transformer, model, request.batch, machine),
