@@ -37,11 +37,15 @@ def stop_requests() -> Iterator[Callable[[int], bool]]:
 
 
 @contextlib.contextmanager
-def full_disk_explained(workdir: Path, checkpoints: Checkpoints) -> Iterator[None]:
-    """Turns any library's disk-full error into one InputError; deletes the partly written checkpoint."""
+def shortages_explained(workdir: Path, checkpoints: Checkpoints) -> Iterator[None]:
+    """Makes one InputError of any library's error for want of memory or disk; deletes a partly written checkpoint."""
     try:
         yield
     except Exception as error:
+        if _is_out_of_memory(error):
+            reason = str(error).splitlines()[0]
+            advice = "lower config.data.batch (or batch_tokens) or config.data.length, or choose a smaller model"
+            raise InputError(f"training does not fit in memory ({reason}): {advice}") from error
         if not _is_full_disk(error):
             raise
         checkpoints.drop_unfinished()
@@ -58,6 +62,13 @@ def _is_full_disk(error: Exception) -> bool:
         return True
     message = str(error)
     return "No space left" in message or ("RESOURCE_EXHAUSTED" in message and "writ" in message)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    message = str(error)
+    return type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and (
+        "ut of memory" in message or ("RESOURCE_EXHAUSTED" in message and "alloc" in message)
+    )
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from t2r.store import model_dir
 from t2r.training.build import Built, build, load_teacher
 from t2r.training.checkpoint import Checkpoints
 from t2r.training.config import MAY_CHANGE, check
-from t2r.training.interruptions import full_disk_explained, quiet_libraries, stop_requests
+from t2r.training.interruptions import quiet_libraries, shortages_explained, stop_requests
 from t2r.training.metrics import Metrics, read_metrics
 from t2r.training.optimizer import make_schedule
 from t2r.training.sharding import batch_ways, load_batch, make_mesh, place
@@ -69,7 +69,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
         if checkpoints.latest is not None:
             check_same_run(config, workdir, checkpoints.latest)
         read_metrics(workdir / "metrics.jsonl")  # a damaged file is refused before anything is computed
-        with full_disk_explained(workdir, checkpoints):
+        with shortages_explained(workdir, checkpoints):
             return run_to_the_end(config, workdir, checkpoints)
 
 

@@ -3,11 +3,15 @@
 import shutil
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from t2r.data.prepared import read_ids, write_ids
 from t2r.errors import InputError
+from t2r.training.checkpoint import Checkpoints
 from t2r.training.config import default_config, load_config
+from t2r.training.interruptions import shortages_explained
 from t2r.training.metrics import read_metrics
 from t2r.training.trainer import check_same_run, train, write_config
 from tests.conftest import PROSE
@@ -105,3 +109,10 @@ def test_files_of_something_else_are_not_replaced(finished, tmp_path, name):
         train(config_of(finished, 4), tmp_path / "run")
     assert [found for found in (tmp_path / "run").rglob("*") if found.is_file()] == [path]
     assert path.read_text() == '{"model_type": "llama"}'
+
+
+def test_too_little_memory_is_one_error(tmp_path):
+    checkpoints, message = Checkpoints(tmp_path, 1), r"does not fit in memory .*: lower config.data.batch"
+    with pytest.raises(InputError, match=message) as raised, shortages_explained(tmp_path, checkpoints):
+        jax.jit(lambda: jnp.ones(2**44))().block_until_ready()
+    assert "\n" not in str(raised.value)
