@@ -1,5 +1,6 @@
 """What a model is in the paper's figures, from its config and its provenance: its feature size, and how it was made."""
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,7 +95,8 @@ def check_models(names: list[str], transformer: str | None) -> None:
     """Raises one error for all models that cannot be analysed together, before anything is computed."""
     if not names:
         raise InputError("--model is empty: name one or more model directories, joined by commas")
-    repeated = sorted({name for name in names if names.count(name) > 1})
+    places = [os.path.normpath(name) for name in names]  # a/ is a
+    repeated = sorted({place for place in places if places.count(place) > 1})
     if repeated:
         raise InputError(f"--model names {', '.join(repeated)} more than once: name each model once")
     first = names[0] if transformer is None else transformer

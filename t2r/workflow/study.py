@@ -185,8 +185,6 @@ class Study:
         advice = "choose another --output, or remove it"
         if path.exists():
             before = {"files": request["files"]} | read_json(path, "move the folder away to start over")
-            if before["files"] == request["files"] and all(request["files"]):
-                before["data"] = request["data"]  # another path to the same text is no other study
             before["fields"] = [field for field in before.get("fields", []) if not field.startswith("data.source=")]
             other = [name for name in request if _comparable(before.get(name)) != _comparable(request[name])]
             problems = [f"{name} was {before.get(name)}, is {request[name]}" for name in other if name != "files"]

@@ -122,6 +122,7 @@ def test_translation_models_have_figures_of_both_kinds(saved_translator, tmp_pat
     [
         (["--model=", "--data=text:{text}"], "--model is empty"),
         (["--model={b},{b}", "--data=text:{text}"], "more than once"),
+        (["--model={b},{b}/", "--data=text:{text}"], "more than once"),
         (["--model={b}", "--data=text:{text}", "--transformer={b}"], "has been converted"),
         (["--model={b}", "--data=text:{text}", "--transformer=builtin:tiny_lm"], "cannot be compared"),
         (["--model={b}", "--data=builtin:numbers-en-de"], "language models need text"),
