@@ -53,17 +53,17 @@ prepare() {
 # and an interruption, do.
 failed=0
 study() {
-    local status=0 refused
+    local status=0
     touch study.begun
     "$python" -m t2r study --output=study --scale="${SCALE:-1}" --jobs="${JOBS:-6}" "$@" || status=$?
     ((status == 0 || status == 2)) || exit "$status"
-    refused=$([[ $status == 0 || study/study.json -nt study.begun ]] || echo yes) # it writes its table even if all rows fail
-    rm study.begun
-    if [[ -n $refused ]]; then
+    ((status == 0)) || failed=2
+    if ((failed)) && [[ ! study/study.json -nt study.begun ]]; then # refused: it writes its table even if all rows fail
         [[ -e study/study.json ]] || rm -f "$prepared" "$prepared.source" # the text may be what was refused
+        rm study.begun
         exit 2
     fi
-    ((status == 0)) || failed=2
+    rm study.begun
 }
 
 check_rows() { # CONFIG ROWS: refuses a config without a table of rows, and all rows that it does not have

@@ -51,6 +51,11 @@ def require_memory(needed: int, what: str, advice: Callable[[int], str]) -> None
         raise InputError(f"{what} needs {gib}: {advice(free)}")
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether JAX or the system has said that memory was too little."""
+    return "RESOURCE_EXHAUSTED" in str(error) or "ut of memory" in str(error)
+
+
 def available_memory() -> int | None:
     """Free bytes on the first local device; None if the platform does not report them."""
     device = jax.local_devices()[0]

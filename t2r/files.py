@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import glob
+import hashlib
 import json
 import os
 import shutil
@@ -88,6 +89,12 @@ def check_output_file(path: Path) -> None:
     if path.is_dir():
         raise InputError(f"cannot write {path}: it is a folder; name a file")
     _check_folder(path, path.absolute().parent)
+
+
+def digest_of(path: Path) -> str:
+    """Tells the content of a file from others."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
 
 
 def is_same_file(path: str | Path, other: str | Path) -> bool:

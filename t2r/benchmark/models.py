@@ -15,6 +15,7 @@ from flax import nnx
 
 from t2r.conversion.swap import SPECS, layers_to_keep
 from t2r.errors import InputError, raise_all, unknown
+from t2r.files import digest_of
 from t2r.importers import by_name
 from t2r.model.config import AttentionSpec, ModelConfig, preset
 from t2r.model.parameters import Arrays, abstract_model, arrays_of, with_arrays
@@ -213,8 +214,7 @@ def shared_weights(transformer: LanguageModel, config: ModelConfig) -> Arrays:
 @functools.cache
 def weights_digest(source: str) -> str:
     """Tells the weights of a model directory from others."""
-    with (by_name.directory(source) / "model.safetensors").open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
+    return digest_of(by_name.directory(source) / "model.safetensors")
 
 
 def make_request(

@@ -74,7 +74,7 @@ class DoesNotFit(InputError):
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error was caused by too little memory."""
-    return isinstance(error, DoesNotFit) or "RESOURCE_EXHAUSTED" in str(error) or "ut of memory" in str(error)
+    return isinstance(error, DoesNotFit) or environment.is_out_of_memory(error)
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:

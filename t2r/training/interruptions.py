@@ -1,4 +1,4 @@
-"""Handling of interruptions during training: SIGTERM, a full disk, and noisy errors from library threads."""
+"""Interruptions of training: SIGTERM, too little memory or disk, and noisy errors from library threads."""
 
 import contextlib
 import errno
@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from t2r import processes
+from t2r.environment import is_out_of_memory
 from t2r.errors import InputError
 from t2r.training.checkpoint import Checkpoints
 
@@ -42,12 +43,12 @@ def shortages_explained(workdir: Path, checkpoints: Checkpoints) -> Iterator[Non
     try:
         yield
     except Exception as error:
-        if _is_out_of_memory(error):
+        if not _is_full_disk(error):
+            if isinstance(error, InputError) or not is_out_of_memory(error):
+                raise
             reason = str(error).splitlines()[0]
             advice = "lower config.data.batch (or batch_tokens) or config.data.length, or choose a smaller model"
             raise InputError(f"training does not fit in memory ({reason}): {advice}") from error
-        if not _is_full_disk(error):
-            raise
         checkpoints.drop_unfinished()
         steps = ", ".join(map(str, checkpoints.steps)) or "none yet"
         raise InputError(
@@ -62,13 +63,6 @@ def _is_full_disk(error: Exception) -> bool:
         return True
     message = str(error)
     return "No space left" in message or ("RESOURCE_EXHAUSTED" in message and "writ" in message)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    message = str(error)
-    return type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and (
-        "ut of memory" in message or ("RESOURCE_EXHAUSTED" in message and "alloc" in message)
-    )
 
 
 @contextlib.contextmanager

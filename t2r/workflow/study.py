@@ -6,7 +6,6 @@ Language models are scored by perplexity, translation models by BLEU.
 """
 
 import contextlib
-import hashlib
 import importlib.util
 import itertools
 import json
@@ -29,7 +28,7 @@ from t2r.data.pairs import is_pairs, load_pairs
 from t2r.data.sources import check_split, files_of, read_text
 from t2r.errors import InputError, Stopped, raise_all, unknown
 from t2r.evaluation.bleu import check_tokenizer
-from t2r.files import atomic_file, exclusive, make_folder, read_json, write_json
+from t2r.files import atomic_file, digest_of, exclusive, make_folder, read_json, write_json
 from t2r.store import model_dir
 from t2r.store.tensors import Tensors
 from t2r.training.config import check, find_config, load_config, unknown_fields
@@ -193,7 +192,8 @@ class Study:
                 raise_all(f"{self._output} holds another study ({advice}):", problems)
         elif rows:
             names = _shortly([row["row"] for row in rows])
-            raise InputError(f"{self._output} has rows ({names}), and no request.json, which says what of: {advice}")
+            what = f"has rows ({names}), and no request.json, which says of which study"
+            raise InputError(f"{self._output} {what}: {advice}")
         write_json(path, request)
 
     def _path(self, row: Row, suffix: str) -> Path:
@@ -416,8 +416,7 @@ def _digests(data: str) -> list[str]:
     digests = []
     for path in files_of(data):
         try:
-            with path.open("rb") as file:
-                digests.append(hashlib.file_digest(file, "sha256").hexdigest()[:16])
+            digests.append(digest_of(path))
         except OSError:
             digests.append("")
     return digests
